@@ -231,6 +231,7 @@ class _Episode:
         self._calls = used.calls
         self.tally.num_calls += len(used.results)
         self.tally.num_call_failures += sum(result.failed for result in used.results)
+        self.tally.num_cut_results += sum(result.cut for result in used.results)
         return Turn([result.message for result in used.results])
 
     def _told(self, transcript: Transcript, turn: Turn, wrote: list[int]) -> Budget | None:
@@ -268,6 +269,7 @@ class _Episode:
                 "tools_s": tally.tools_s,
                 "tool_calls": float(tally.num_calls),
                 "tool_failures": float(tally.num_call_failures),
+                "tool_results_cut": float(tally.num_cut_results),
             }
         if settings.split:
             more["sequences"] = 1.0 + len(transcript.starts)

@@ -31,7 +31,7 @@ class Tally:
         self.rewards: list[float] = []
         self.turns = 0
         self.generation_s = self.environment_s = self.tools_s = 0.0
-        self.num_calls = self.num_call_failures = 0
+        self.num_calls = self.num_call_failures = self.num_cut_results = 0
 
     @property
     def seconds(self) -> float:

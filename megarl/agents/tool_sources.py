@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from megarl.agents.mcp_server import open_servers
 from megarl.agents.python_sandbox import ToolSandboxes
 from megarl.agents.tools import AnyTool, Holder, Tool, Toolbox, open_tools
@@ -19,13 +21,21 @@ def open_toolbox(agent: Agent) -> Toolbox:
     held: list[Holder] = []
     if PYTHON in agent.tools:
         sandboxes = ToolSandboxes(agent.tool_timeout_s)
-        tools.append(Tool(PythonTool(sandboxes).python, timed=True))
+        # What the recipe bounds is cut once, with the results of all tools.
+        python = PythonTool(sandboxes) if agent.tool_result_characters is None else PythonTool(sandboxes, sys.maxsize)
+        tools.append(Tool(python.python, timed=True))
         held.append(sandboxes)
     for server, served in open_servers(agent.mcp):
         tools += served
         held.append(server)
     _check_names(tools)
-    return Toolbox(tools, agent.tool_timeout_s, held)
+    return Toolbox(
+        tools,
+        agent.tool_timeout_s,
+        held,
+        max_calls=agent.max_calls,
+        most_characters=agent.tool_result_characters,
+    )
 
 
 def _check_names(tools: list[AnyTool]) -> None:

@@ -20,6 +20,7 @@ from megarl.agents.environment import EnvironmentFailedError, Message
 from megarl.agents.patience import ENDS_ALL, NEVER_S, in_words, within
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
+from megarl.sandbox.python_tool import shortened
 
 KEY = "agent.tools"
 MOST_SHOWN = 300  # characters of an error that the model is told
@@ -36,10 +37,11 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a call, as the message that the policy is told."""
+    """What came of a call, as the message that the policy is told. cut: it is told the beginning and the end alone."""
 
     message: Message
     failed: bool
+    cut: bool = False
 
 
 class Tool:
@@ -111,16 +113,31 @@ class Holder(Protocol):
 
 
 class Toolbox:
-    """The tools of a recipe. timeout_s: of one call. held: what is closed with it."""
+    """The tools of a recipe. timeout_s: of one call. held: what is closed with it.
 
-    def __init__(self, tools: Sequence[AnyTool], timeout_s: float, held: Sequence[Holder] = ()) -> None:
+    max_calls: of one turn, that are run; None: all. most_characters: of one result; a longer one loses its middle; None: any.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[AnyTool],
+        timeout_s: float,
+        held: Sequence[Holder] = (),
+        *,
+        max_calls: int | None = None,
+        most_characters: int | None = None,
+    ) -> None:
         self._tools = {tool.name: tool for tool in tools}
         self._timeout_s, self._held = timeout_s, held
+        self._max_calls, self._most_characters = max_calls, most_characters
         self.schemas = [tool.schema for tool in tools]
 
     async def call(self, calls: Sequence[ToolCall]) -> list[Result]:
         """Run calls side by side; their results, in order. What goes wrong in one is what the policy is told of it."""
-        return list(await asyncio.gather(*(self._one(call) for call in calls)))
+        most = len(calls) if self._max_calls is None else self._max_calls
+        ran = await asyncio.gather(*(self._one(call) for call in calls[:most]))
+        why = f"this call was not run: at most {most} of one turn's calls are run. Call again in the next turn"
+        return [*ran, *(self._failed(why, _about(call)) for call in calls[most:])]
 
     async def close(self) -> None:
         """Close what tools hold."""
@@ -132,19 +149,27 @@ class Toolbox:
         return self._failed(why, {"tool_call_id": call_id})
 
     async def _one(self, call: ToolCall) -> Result:
-        about = {"name": call.name, "tool_call_id": call.id}
+        about = _about(call)
         tool = self._tools.get(call.name)
         if tool is None:
             return self._failed(f"there is no tool {call.name!r}. Tools: {', '.join(self._tools)}", about)
         try:
-            return Result(
-                {"role": "tool", "content": await tool.call(call.arguments, self._timeout_s), **about}, failed=False
-            )
+            return self._told(await tool.call(call.arguments, self._timeout_s), about)
         except EnvironmentFailedError as error:
             return self._failed(str(error), about)
 
     def _failed(self, why: str, about: Mapping[str, str]) -> Result:
-        return Result({"role": "tool", "content": f"error: {why[:MOST_SHOWN]}", **about}, failed=True)
+        return self._told(f"error: {why[:MOST_SHOWN]}", about, failed=True)
+
+    def _told(self, content: str, about: Mapping[str, str], *, failed: bool = False) -> Result:
+        most = self._most_characters
+        cut = most is not None and len(content) > most
+        shown = content if most is None else shortened(content, most)
+        return Result({"role": "tool", "content": shown, **about}, failed, cut)
+
+
+def _about(call: ToolCall) -> dict[str, str]:
+    return {"name": call.name, "tool_call_id": call.id}
 
 
 def open_tools(paths: Sequence[str]) -> list[Tool]:

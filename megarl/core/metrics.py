@@ -82,7 +82,7 @@ _METRICS: dict[str, MetricSpec] = {
     "agent/generation_s": MetricSpec("s", "of one episode at the servers, mean", ".3f"),
     "agent/environment_s": MetricSpec("s", "of one episode in its environment, mean", ".3f"),
     "agent/tools_s": MetricSpec(
-        "s", "of one episode in tools and in reading their calls, mean; only with agent.tools", ".3f"
+        "s", "of one episode in tools and in reading their calls, mean; only with tools", ".3f"
     ),
     "agent/sequences": MetricSpec(
         "sequences", "that one episode is trained on as, mean; only with agent.rewritten: split", ".2f"
@@ -90,9 +90,10 @@ _METRICS: dict[str, MetricSpec] = {
     "agent/tool_calls": MetricSpec("calls", "of tools in one episode, mean", ".2f"),
     "agent/tool_failures": MetricSpec(
         "calls",
-        "that no tool answered: it raised, took too long, or the call cannot be read; the policy is told",
+        "that no tool answered: it raised, took too long, or was not run, or not read; the policy is told",
         ".0f",
     ),
+    "agent/tool_results_cut": MetricSpec("results", "of tools, longer than agent.tool_result_characters", ".0f"),
     "agent/environment_failures": MetricSpec(
         "episodes", "not trained on because their environment raised, took too long, or answered nonsense", ".0f"
     ),

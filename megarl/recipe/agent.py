@@ -151,6 +151,16 @@ class Agent(Section):
         description="deadline of one call of a tool, seconds; then the policy is told of an error; of python, how long a program "
         "may run once it has a sandbox",
     )
+    tool_result_characters: PositiveInt | None = Field(
+        None,
+        description="longest result of a tool, in characters; a longer one loses its middle, and the policy is told how many "
+        "characters are left out; default: whole, of python 8000",
+    )
+    max_calls: PositiveInt | None = Field(
+        None,
+        description="most calls of tools in one turn that are run; the policy is told of an error for each further one; default: "
+        "all",
+    )
     served_as: str = Field(
         "policy",
         min_length=1,

@@ -33,7 +33,7 @@ AGENT_UNREAD: tuple[Unread, ...] = (
         (Recipe,),
     ),
     Unread(
-        ("agent.tool_timeout_s",),
+        ("agent.tool_timeout_s", "agent.tool_result_characters", "agent.max_calls"),
         lambda r, _: r.agent is None or r.agent.has_tools,
         "megarl calls no tools: name some in agent.tools or agent.mcp",
         (Recipe,),

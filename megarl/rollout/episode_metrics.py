@@ -12,7 +12,7 @@ from megarl.rollout.facts import Flags, GroupFacts
 Numbers = Mapping[str, NDArray[np.float64]]
 
 MEANS = ("policy_tokens", "environment_tokens", "generation_s", "environment_s", "tools_s", "tool_calls", "sequences")
-SUMS = ("environment_failures", "tool_failures")
+SUMS = ("environment_failures", "tool_failures", "tool_results_cut")
 FAMILIES = ("truncated_by/", "by/")  # of means
 
 

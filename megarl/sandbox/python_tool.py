@@ -53,4 +53,4 @@ def shortened(text: str, most_characters: int) -> str:
     if len(text) <= most_characters:
         return text
     half = most_characters // 2
-    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[len(text) - half :]}"

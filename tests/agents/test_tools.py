@@ -18,11 +18,12 @@ from pydantic import AfterValidator
 
 from megarl.agents.check import check_agent
 from megarl.agents.template import ChatTemplate
+from megarl.agents.tool_sources import open_toolbox
 from megarl.agents.tool_use import ToolUse
 from megarl.agents.tools import Result, Tool, Toolbox, ToolCall, open_tools
 from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.core.types import Status
-from megarl.recipe.agent import PARSERS
+from megarl.recipe.agent import PARSERS, Agent
 from megarl.serving.call_parser import CallParser, Parsed, ParsedCall
 from tests.agents.fake_policy import FakePolicy
 from tests.agents.forms import QWEN3, ends_of, make_tokenizer
@@ -112,6 +113,48 @@ def test_a_coroutine_that_a_decorator_has_made_a_plain_function_of_is_waited_for
 
     [result] = asyncio.run(Toolbox([Tool(logged)], 5.0).call([ToolCall("look_up", '{"word": "Haus"}', "c0")]))
     assert result.message["content"] == '{"Haus":"en"}' and not result.failed
+
+
+def limited(*calls: ToolCall, **limits: int) -> list[Result]:
+    return asyncio.run(Toolbox([Tool(each) for each in (look_up, multiply, fails)], 5.0, **limits).call(calls))
+
+
+def test_a_long_result_loses_its_middle_and_says_how_much() -> None:
+    calls = [
+        ToolCall("look_up", json.dumps({"word": "0123456789"}), "c0"),
+        ToolCall("multiply", '{"left": 123456}', "c1"),
+        ToolCall("fails", '{"why": "no"}', "c2"),
+    ]
+    results = limited(*calls, most_characters=6)
+    # Of `{"0123456789":"en"}`, 19 characters, and of `error: fails raised KeyError: 'no'`, 34.
+    assert [(each.message["content"], each.failed, each.cut) for each in results] == [
+        ('{"0\n[13 characters left out]\nn"}', False, True),
+        ("246912", False, False),
+        ("err\n[28 characters left out]\nno'", True, True),
+    ]
+    assert limited(calls[0], most_characters=1)[0].message["content"] == "\n[19 characters left out]\n"
+    assert not any(each.cut for each in limited(*calls))
+
+
+def test_calls_of_a_turn_beyond_the_most_are_not_run_and_the_policy_is_told() -> None:
+    calls = [ToolCall("multiply", f'{{"left": {left}}}', f"c{left}") for left in range(3)]
+    first, *others = limited(*calls, max_calls=1)
+    assert first.message["content"] == "0"
+    assert [each.message["tool_call_id"] for each in others] == ["c1", "c2"] and all(each.failed for each in others)
+    assert others[0].message["content"] == (
+        "error: this call was not run: at most 1 of one turn's calls are run. Call again in the next turn"
+    )
+    assert [each.failed for each in limited(*calls, max_calls=3)] == [False] * 3
+
+
+def test_the_recipe_says_how_long_results_and_how_many_calls_may_be() -> None:
+    agent = Agent(tools=(f"{KIT}:multiply",), tool_parser="qwen25", tool_result_characters=2, max_calls=1)
+    calls = [ToolCall("multiply", '{"left": 1000}', f"c{number}") for number in range(2)]
+    results = asyncio.run(open_toolbox(agent).call(calls))
+    assert [each.message["content"] for each in results] == [
+        "2\n[2 characters left out]\n0",
+        "e\n[94 characters left out]\nn",
+    ]
 
 
 def test_calls_run_side_by_side_and_stay_in_order() -> None:
@@ -207,6 +250,27 @@ def test_a_call_that_the_policy_only_thinks_of_is_not_made() -> None:
     assert_exact(sample, fake)
     said = [message["content"] for message in sample.metadata["messages"][1:]]
     assert said == ["<think>3</think>5", "10", "<think>7</think>b"]
+
+
+def test_results_that_were_cut_are_counted_and_calls_that_were_not_run_are_failures() -> None:
+    tokenizer = make_tokenizer("qwen3")
+    end = ends_of("qwen3")[0]
+    turns = iter(["12", "9", "b"])
+
+    def write(*_: Any) -> list[int]:
+        return [*tokenizer(next(turns), add_special_tokens=False)["input_ids"], end]
+
+    fake = FakePolicy(write, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ends={end})
+    tools = ToolUse(Toolbox([Tool(multiply)], 5.0, max_calls=1, most_characters=40), FakeReader())
+    settings = make_settings(
+        lambda: Scripted([]), tokenizer, tools=tools, template=ChatTemplate(tokenizer, tools.schemas)
+    )
+    [sample] = play(fake, settings, tokenizer)
+    assert_exact(sample, fake)
+    said = [message["content"] for message in sample.metadata["messages"] if message["role"] == "tool"]
+    assert (said[0], said[2]) == ("2", "18") and said[1].startswith("error: this call was\n[")
+    numbers = [sample.numbers[f"tool_{name}"] for name in ("calls", "failures", "results_cut")]
+    assert numbers == [3.0, 1.0, 1.0]
 
 
 TOOLLESS = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"

@@ -169,6 +169,8 @@ TRAIN: dict[str, Sequence[str]] = {
             "mcp": [f"['{MCP_SERVER}']"],
             "tool_parser": ["llama3"],
             "tool_timeout_s": ["0.01"],
+            "tool_result_characters": ["2"],
+            "max_calls": ["1"],
             "rewritten": ["keep"],
             "credit": ["turn"],
         },

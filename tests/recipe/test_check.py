@@ -127,7 +127,7 @@ UNREAD = [
     ),
     *(
         (["agent.environment=maze", f"agent.{given}"], ["agent.tools=[kit:tool]", "agent.tool_parser=qwen25"])
-        for given in ("tool_parser=llama3", "tool_timeout_s=3")
+        for given in ("tool_parser=llama3", "tool_timeout_s=3", "tool_result_characters=80", "max_calls=1")
     ),
     (
         ["agent.tools=[kit:tool]", "agent.tool_parser=qwen25", "agent.step_timeout_s=3"],
