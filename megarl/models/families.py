@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -30,12 +30,13 @@ class MoeKeys:
     """Under which keys a family's config describes its experts, and what it leaves unsaid.
 
     normalize: a key, or the answer where there is none. sparse: which layers have experts; "step" is Qwen's
-    decoder_sparse_step with mlp_only_layers, "after" DeepSeek's first_k_dense_replace.
+    decoder_sparse_step with mlp_only_layers, "after" DeepSeek's first_k_dense_replace, "named" those that mlp_layer_types
+    names: all but the first where there is none.
     """
 
     num_experts: tuple[str, ...]  # names of several generations of transformers; the first that is there
     ffn_hidden_size: str
-    sparse: Literal["all", "step", "after"]
+    sparse: Literal["all", "step", "after", "named"]
     normalize: str | bool
     score: Literal["softmax", "sigmoid"] = "softmax"
     num_shared: str | None = None
@@ -97,6 +98,7 @@ DEEPSEEK_V3 = MoeKeys(
     top_groups="topk_group",
     score_bias=True,
 )
+GLM4_MOE_LITE = replace(DEEPSEEK_V3, sparse="named")
 
 _QWEN2_ONLY: Only = MappingProxyType({key: value for key, value in COMMON.items() if key != "attention_bias"})
 _DEEPSEEK_ONLY: Only = MappingProxyType(
@@ -158,6 +160,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             rotary_share=0.5,
             moe=DEEPSEEK_V3,
             only=_GLM4_MOE_ONLY,
+        ),
+        "Glm4MoeLiteForCausalLM": Family(
+            "glm4_moe_lite", ("glm4_moe_lite",), moe=GLM4_MOE_LITE, mla=True, only=_DEEPSEEK_ONLY
         ),
         "Gemma3ForCausalLM": Family(
             "gemma3",

@@ -17,7 +17,7 @@ from megarl.core.layout import Layout, stage_layers
 from megarl.core.platform import Platform
 from megarl.models.config import ModelConfig
 from megarl.models.heads import ScalarHead
-from megarl.models.layer_spec import stage_spec, uses_transformer_engine
+from megarl.models.layer_spec import set_latent_eps, stage_spec, uses_transformer_engine
 from megarl.models.rope import attention_factor, magnitude
 from megarl.models.rotary import make_rotary, scales_rotation
 
@@ -220,13 +220,14 @@ def build_gpt(
 
 
 def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection, platform: Platform) -> None:
-    """Put our rotary positions, and the scale of embeddings, into a model that Megatron made."""
+    """Put our rotary positions, the epsilon of latents, and the scale of embeddings, into a model that Megatron made."""
     rotary = make_rotary(config, groups.cp, platform.device)
     if config.mla is None:
         chunk.rotary_pos_emb = rotary
     else:
         for layer in chunk.decoder.layers:
             layer.self_attention.rotary_pos_emb = rotary
+            set_latent_eps(layer.self_attention)
     if config.head == "score" and chunk.post_process:
         chunk.output_layer = ScalarHead(chunk.config, groups).to(platform.device)
     if config.embedding_scale != 1.0 and chunk.pre_process:

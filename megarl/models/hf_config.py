@@ -199,6 +199,10 @@ def _heads(fields: Fields, family: Family, hidden: int) -> tuple[int, int, int, 
         v_dim=fields.count("v_head_dim"),
     )
     _check_rotated(fields, "qk_rope_head_dim", mla.rope_dim)
+    if fields.count("head_dim", mla.rope_dim) != mla.rope_dim:  # to transformers, the same thing by another name
+        fields.refuse(
+            "head_dim", fields.get("head_dim"), f"qk_rope_head_dim, which is {mla.rope_dim}, or none is wanted"
+        )
     return heads, heads, mla.nope_dim + mla.rope_dim, mla
 
 
@@ -295,8 +299,32 @@ def _sparse_layers(fields: Fields, keys: MoeKeys, layers: int) -> frozenset[int]
         return frozenset(range(layers))
     if keys.sparse == "after":
         return frozenset(range(fields.count("first_k_dense_replace", least=0), layers))
+    if keys.sparse == "named":
+        return _named_sparse_layers(fields, layers)
     step, dense = fields.count("decoder_sparse_step", 1), fields.counts("mlp_only_layers")
     return frozenset(index for index in range(layers) if index not in dense and (index + 1) % step == 0)
+
+
+def _named_sparse_layers(fields: Fields, layers: int) -> frozenset[int]:
+    """The layers that `mlp_layer_types` gives experts. Raises UserError where servers would go by another key, and differ.
+
+    transformers goes by it alone, and SGLang by first_k_dense_replace alone (0.5.21, models/glm4_moe_lite.py).
+    """
+    kinds = fields.words("mlp_layer_types")
+    if fields.get("mlp_layer_types") is None:
+        kinds = ("dense", *["sparse"] * (layers - 1))
+    if len(kinds) != layers or not {"dense", "sparse"}.issuperset(kinds):
+        wanted = f"one of 'dense' and 'sparse' for each of the {layers} layers (num_hidden_layers) is wanted"
+        fields.refuse("mlp_layer_types", list(kinds), wanted)
+    found = frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
+    if fields.get("first_k_dense_replace") is not None:
+        first = fields.count("first_k_dense_replace", least=0)
+        if found != frozenset(range(first, layers)):
+            wanted = (
+                f"mlp_layer_types, by which transformers goes, has experts in {_listed(found)}, and both have to agree"
+            )
+            fields.refuse("first_k_dense_replace", first, wanted)
+    return found
 
 
 def _checked_routing(fields: Fields, moe: Moe) -> Moe:

@@ -16,7 +16,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from megarl.core.errors import UserError
 from megarl.core.platform import Platform
 from megarl.models.attention import CoreAttention
 from megarl.models.config import ModelConfig
@@ -89,11 +88,6 @@ def stage_spec(
 
 
 def _fused_layer(config: ModelConfig, index: int) -> ModuleSpec:
-    if config.mla is not None and config.norm_eps != LATENT_EPS:
-        raise UserError(
-            f"{config.architecture} with rms_norm_eps {config.norm_eps} cannot be built with Transformer Engine: the "
-            f"norms of its latents have {LATENT_EPS}. Use an environment without Transformer Engine."
-        )
     moe = config.moe if index in config.moe_layers else None
     spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=moe.num_experts if moe else None,
@@ -104,6 +98,15 @@ def _fused_layer(config: ModelConfig, index: int) -> ModuleSpec:
     if moe is not None:
         spec.submodules.mlp.submodules.router = Router
     return spec
+
+
+def set_latent_eps(attention: torch.nn.Module) -> None:
+    """Give the norms of latents their epsilon where Transformer Engine fused them: Megatron gives them the other norms'."""
+    for name in ("linear_q_up_proj", "linear_kv_up_proj"):
+        linear: Any = getattr(attention, name, None)
+        if hasattr(linear, "layer_norm_weight"):
+            assert linear.eps > 0, linear
+            linear.eps = LATENT_EPS
 
 
 def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:

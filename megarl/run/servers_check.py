@@ -33,6 +33,7 @@ OWN_WEIGHTS = "0"  # the version of weights that no run has sent
 SEPARATE_EXPERTS = "--disable-shared-experts-fusion"
 ATTENTION = "-attention-backend"  # and of prefill and decode apart
 SLIDING_FAMILIES = ("gemma3",)  # whose windows SGLang keeps to
+OWN_HEADS = ("glm4_moe", "glm4_moe_lite")  # families that SGLang builds with a head of its own
 HUB_CACHE = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/COMMIT
 
 
@@ -131,8 +132,9 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
 
     0.5.21 knows no sliding window in models of Llama's kind (models/qwen2.py, qwen3.py, qwen3_moe.py, mistral.py, mixtral.py):
     they attend to all tokens. It reads neither mlp_only_layers nor decoder_sparse_step (models/qwen3_moe.py: every layer is
-    sparse): weights of a dense layer would go nowhere, and experts that nothing fills would answer. GLM-4.5 it builds with a head
-    of its own (models/glm4_moe.py), which nothing would fill either.
+    sparse): weights of a dense layer would go nowhere, and experts that nothing fills would answer. GLM-4.5 and GLM-4.7-Flash
+    it builds with a head of its own (models/glm4_moe.py, glm4_moe_lite.py), which nothing would fill either; and the latter with
+    experts in all layers behind the first dense ones.
     """
     if model.window is not None and model.window < longest - 1 and model.family not in SLIDING_FAMILIES:
         raise UserError(
@@ -146,12 +148,18 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
             "ends at the first request (its torch attention takes no keys of another width than queries). Roles train on it: "
             "`megarl sft`, `rm` and `dpo` start no servers. Generate on cuda, or take another model."
         )
-    if model.family == "glm4_moe" and model.tied_embeddings:
+    if model.family in OWN_HEADS and model.tied_embeddings:
         raise UserError(
             f"{where}: the head of the model is its embedding (tie_word_embeddings in its config.json), and SGLang builds "
-            "GLM-4.5 with a head of its own: it cannot serve this model. Take one that has a head."
+            f"{model.architecture} with a head of its own: it cannot serve this model. Take one that has a head."
         )
     dense = sorted(set(range(model.num_layers)) - model.moe_layers)
+    if model.family == "glm4_moe_lite" and dense != list(range(len(dense))):
+        raise UserError(
+            f"{where}: the last layer of the model without experts is {dense[-1]}, behind layers with them (mlp_layer_types in "
+            "its config.json), and SGLang builds experts in all layers behind the first without: it cannot serve this model. "
+            "Take one whose dense layers come first."
+        )
     if model.family == "qwen3_moe" and model.moe is not None and dense:
         raise UserError(
             f"{where}: layers {', '.join(map(str, dense[:4]))}{', ...' if len(dense) > 4 else ''} of the model have an MLP "

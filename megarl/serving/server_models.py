@@ -17,12 +17,18 @@ ENTRY = re.compile(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|[^\n]+)", re.MULTILINE)  
 MISSING: dict[str, dict[str, object]] = {
     "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 }
+# Whose dense layers transformers 5 names one by one, and SGLang counts (models/glm4_moe_lite.py).
+DENSE_BY_NAME = "Glm4MoeLiteForCausalLM"
 
 
 def missing_settings(model: Path) -> dict[str, object]:
     """What the config of this HF folder lacks and SGLang wants of its architecture, as transformers understands it."""
     config = _config(model)
-    wanted = {key: value for name in config.get("architectures") or () for key, value in MISSING.get(name, {}).items()}
+    names = config.get("architectures") or ()
+    wanted = {key: value for name in names for key, value in MISSING.get(name, {}).items()}
+    if DENSE_BY_NAME in names:
+        kinds = config.get("mlp_layer_types") or ["dense", "sparse"]
+        wanted["first_k_dense_replace"] = kinds.index("sparse") if "sparse" in kinds else len(kinds)
     return {key: value for key, value in wanted.items() if config.get(key) is None}
 
 

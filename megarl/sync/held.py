@@ -14,6 +14,7 @@ VOCAB_PADDING = 64  # SGLang's DEFAULT_VOCAB_PADDING_SIZE
 MLP_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, for a rank's share of any MLP
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 ROUTER = "mlp.router.weight"
+WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite")  # families
 SHARED = ".shared_experts."
 KEYS_VALUES = (".k_proj.", ".v_proj.")
 # Ends of module names: HF's -> the engine's. Those with the same target stand in it in the order of the rules.
@@ -71,8 +72,8 @@ def held_by(config: ModelConfig, tp: int, *, pads: bool) -> list[Held]:
 
 
 def _is_wide(config: ModelConfig, rule: Rule) -> bool:
-    """Routers of GLM-4.5 (models/glm4_moe.py: Glm4MoeGate)."""
-    return config.family == "glm4_moe" and rule.megatron.endswith(ROUTER)
+    """Routers of GLM-4.5 and GLM-4.7-Flash (models/glm4_moe.py: Glm4MoeGate, glm4_moe_lite.py: Glm4MoeLiteGate)."""
+    return config.family in WIDE_ROUTERS and rule.megatron.endswith(ROUTER)
 
 
 def _engine_name(config: ModelConfig, name: str, rule: Rule) -> str:

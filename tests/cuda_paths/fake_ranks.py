@@ -65,7 +65,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "deepseek_v3": {},
     "glm4_moe": {},
+    "glm4_moe_lite": {},  # whose latents' norms have another epsilon than the others
 }
+LATENT = ("deepseek_v3", "glm4_moe_lite")
 ROLE = "actor"
 KINDS = ("fused", "torch")
 # A published model of a family that no recipe has, at a layout that cuts all it has; its first layers are enough.
@@ -164,9 +166,7 @@ def build_all(platform: Platform) -> dict[str, Any]:
 
 def ways(family: str) -> dict[str, dict[str, Any]]:
     """What is tried of a family: latent attention has no linear_qkv."""
-    return {
-        way: settings for way, settings in RUNS.items() if family != "deepseek_v3" or way != "adapters behind norms"
-    }
+    return {way: settings for way, settings in RUNS.items() if family not in LATENT or way != "adapters behind norms"}
 
 
 def run_all(root: Path) -> dict[str, Any]:

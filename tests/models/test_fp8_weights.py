@@ -20,6 +20,7 @@ from megarl.models.known_configs import FOLDER
 from megarl.models.rules import expected_tensors
 from megarl.placement.workload import read_model
 from megarl.serving.server import ServerSpec
+from megarl.serving.server_models import missing_settings
 from megarl.sync.held import held_by
 from tests.support.fp8_models import write_wide
 from tests.support.sglang_fp8 import loaded_by_sglang
@@ -29,12 +30,10 @@ KNOWN = sorted(str(path.parent.relative_to(FOLDER)) for path in FOLDER.rglob("co
 
 
 def wide(folder: Path, family: str) -> Path:
-    """With what SGLang asks of a config of DeepSeek's, and transformers does not write."""
+    """With what SGLang asks of a config, and transformers does not write."""
     write_wide(folder, family)
-    if family == "deepseek_v3":
-        file = folder / "config.json"
-        more = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | missing_settings(folder)))
     return folder
 
 

@@ -14,13 +14,12 @@ from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.models.gpt import build_gpt, packed_params, transformer_config
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_gather import Gatherer, export_buckets
 from megarl.models.hf_weights import load_hf_weights
-from megarl.models.layer_spec import Router, stage_spec, uses_transformer_engine
+from megarl.models.layer_spec import Router, uses_transformer_engine
 from megarl.training.parallel import Groups
 from tests.models.parity import LENGTHS, megatron_logits, packed_on, packed_tokens, transformers_logprobs
 from tests.support.platforms import chosen
@@ -74,6 +73,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
     ("glm4_moe", {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.25}, "tie_word_embeddings": True}),
     ("glm4_moe", {"rope_parameters": LINEAR | {"partial_rotary_factor": 1.0}, "first_k_dense_replace": 3}),
+    ("glm4_moe_lite", {}),
+    (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["sparse", "dense", "sparse"], "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4},
+    ),
+    ("glm4_moe_lite", {"rope_parameters": LINEAR, "tie_word_embeddings": True, "q_lora_rank": None}),
     ("gemma3", {}),
     ("gemma3", {"sliding_window": 3, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 3}),
     ("gemma3", {"head_dim": 24, "hidden_size": 40, "tie_word_embeddings": False}),
@@ -316,9 +321,3 @@ def test_a_float32_routers_products_are_torchs_wherever_transformer_engine_is(mo
     router: Any = SimpleNamespace(weight=weight, bias=torch.arange(4.0))
     expected = torch.einsum("sbh,eh->sbe", tokens, weight) + torch.arange(4.0)
     torch.testing.assert_close(Router.gating(router, tokens), expected)
-
-
-def test_what_transformer_engine_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
-    config = replace(load_model_config(write_tiny_model(tmp_path, "deepseek_v3")), norm_eps=1e-5)
-    with pytest.raises(UserError, match="rms_norm_eps 1e-05 cannot be built with Transformer Engine"):
-        stage_spec(config, range(3), WITH_TRANSFORMER_ENGINE, torch.bfloat16, cp=1)

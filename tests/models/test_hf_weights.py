@@ -38,6 +38,7 @@ CASES = [
     ("deepseek_v3", {}),
     ("deepseek_v3", {"q_lora_rank": None}),
     ("glm4_moe", {}),
+    ("glm4_moe_lite", {}),
     ("gemma3", {}),
 ]
 

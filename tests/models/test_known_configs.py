@@ -26,9 +26,10 @@ PUBLISHED = {
     "deepseek-ai/DeepSeek-V3": 671.0,
     "zai-org/GLM-4.5-Air": 106,
     "zai-org/GLM-4.5": 355,
+    "zai-org/GLM-4.7-Flash": 30,
 }
 # Of a token's pass, without both vocabulary matrices.
-ACTIVE = {"zai-org/GLM-4.5-Air": 12, "zai-org/GLM-4.5": 32}
+ACTIVE = {"zai-org/GLM-4.5-Air": 12, "zai-org/GLM-4.5": 32, "zai-org/GLM-4.7-Flash": 3}
 
 
 def test_these_are_known() -> None:

@@ -40,6 +40,7 @@ DEEPSEEK = replace(
         ("deepseek_v3", {"q_lora_rank": None}),
         ("glm4_moe", {}),
         ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
+        ("glm4_moe_lite", {}),
         ("gemma3", {}),
     ],
 )

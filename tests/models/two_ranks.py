@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "deepseek_v3": ("deepseek_v3", {"q_lora_rank": None}, EP),
     "glm4_moe-dense": ("glm4_moe", {"first_k_dense_replace": 3, "num_key_value_heads": 1}, TP),
     "glm4_moe": ("glm4_moe", {}, EP),
+    "glm4_moe_lite": ("glm4_moe_lite", {}, EP),
     "qwen3_moe": ("qwen3_moe", {}, EP),
     "qwen3_moe-etp": ("qwen3_moe", {}, ETP),
     "mixtral": ("mixtral", {}, ETP),

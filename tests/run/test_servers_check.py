@@ -179,6 +179,17 @@ def test_glm_is_served_with_a_head_of_its_own(place: Place) -> None:
     check_servers(recipe, model, get_platform("cpu"))
     with pytest.raises(UserError, match=r"`model\.path`: the head of the model is its embedding"):
         check_servers(recipe, replace(model, tied_embeddings=True), get_platform("cpu"))
+    latent = load_model_config(write_tiny_model(place.root / "flash", "glm4_moe_lite"))
+    cuda = load_recipe(place.recipe, ["model.dtype=bfloat16"]).recipe
+    check_servers(cuda, latent, get_platform("cuda"))
+    for change, said in (
+        ({"tied_embeddings": True}, r"Glm4MoeLiteForCausalLM with a head of its own"),
+        ({"moe_layers": frozenset({0, 2})}, r"without experts is 1, behind layers with them"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check_servers(cuda, replace(latent, **change), get_platform("cuda"))
+    with pytest.raises(UserError, match=r"Glm4MoeLiteForCausalLM has latent attention"):
+        check_servers(recipe, latent, get_platform("cpu"))
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

@@ -56,6 +56,17 @@ def test_a_context_beyond_the_models_is_for_what_sglang_keeps_alone(
     assert asked is None or flags[flags.index("--context-length") + 1] == str(asked + 7)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "dense"), [(None, 1), (["dense"] * 2 + ["sparse"], 2), (["sparse"] * 2, 0), (["dense"] * 3, 3)]
+)
+def test_dense_layers_that_transformers_names_are_counted_for_sglang(
+    tmp_path: Path, kinds: list[str] | None, dense: int
+) -> None:
+    config = {"architectures": ["Glm4MoeLiteForCausalLM"], "mlp_layer_types": kinds}
+    assert missing_settings(folder(tmp_path, **config)) == {"first_k_dense_replace": dense}
+    assert missing_settings(folder(tmp_path, **config, first_k_dense_replace=dense)) == {}
+
+
 def test_what_sglang_wants_of_a_config_and_transformers_does_not_write_is_added(tmp_path: Path) -> None:
     """transformers 5 leaves out of DeepSeek-V3's what is the same in all of them."""
     model = folder(tmp_path, architectures=["DeepseekV3ForCausalLM"], moe_layer_freq=2)

@@ -19,6 +19,14 @@ OWN: dict[str, dict[str, Any]] = {
         "v_head_dim": 64,
     },
     "glm4_moe": {"moe_intermediate_size": 128},
+    "glm4_moe_lite": {
+        "moe_intermediate_size": 128,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
     "gemma3": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 64},
 }
 

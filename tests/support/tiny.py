@@ -18,6 +18,7 @@ CONFIGS = {
     "mixtral": "MixtralConfig",
     "deepseek_v3": "DeepseekV3Config",
     "glm4_moe": "Glm4MoeConfig",
+    "glm4_moe_lite": "Glm4MoeLiteConfig",
     "gemma3": "Gemma3TextConfig",
 }
 # What a family has beside the common sizes; small enough for a CPU, and every feature at work.
@@ -65,6 +66,23 @@ OWN: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.5,
+    },
+    "glm4_moe_lite": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 24,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rms_norm_eps": 1e-3,
     },
     "gemma3": {
         "sliding_window": 8,
@@ -115,7 +133,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         **OWN.get(family, {}),
         **overrides,
     }
-    if family in ("qwen2", "deepseek_v3"):
+    if family in ("qwen2", "deepseek_v3", "glm4_moe_lite"):
         settings.pop("head_dim")
     return getattr(transformers, CONFIGS[family])(**settings)
 
