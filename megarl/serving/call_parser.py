@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -21,6 +22,9 @@ from megarl.serving.client import (
 )
 
 PARSE_S = 30.0
+# SGLang 0.5.21 reads GLM-4.7's calls nowhere but in chats: elsewhere its parser of them ends on what this request's tools lack
+# (function_call_parser.py: tool.function.strict). GLM-4.5 writes the same calls with a line break behind the name.
+GLM47, GLM45, GLM47_NAME = "glm47", "glm45", re.compile(r"<tool_call>[^<\n]*(?=<)")
 BROKEN = 500  # and above: a router that has no answer at the moment, and no server that knows no workers
 
 
@@ -64,11 +68,11 @@ class CallParser:
 
     async def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> Parsed:
         """The calls in a text. tools: of this one. Raises ServerUnreachableError, ServerError, AnswerError, DeadlineError."""
-        body = {
-            "text": text,
-            "tools": self._tools if tools is None else [_told(tool) for tool in tools],
-            "tool_call_parser": self._parser,
-        }
+        parser = self._parser
+        if parser == GLM47:
+            parser, text = GLM45, GLM47_NAME.sub(r"\g<0>\n", text)
+        told = self._tools if tools is None else [_told(tool) for tool in tools]
+        body = {"text": text, "tools": told, "tool_call_parser": parser}
         for attempt in range(ATTEMPTS):
             urls: list[str] = []
             try:

@@ -87,9 +87,10 @@ def test_servers_behind_the_router_read_calls_of_tools(served: Pool) -> None:
         ("multiply", {"left": 4}),
     ]
     assert not two.unread and (none.calls, none.unread) == ((), False) and (unknown.calls, unknown.unread) == ((), True)
-    [own, none] = asyncio.run(go("glm45", [f"I count. {glm}", "no call"]))
-    assert [(each.name, json.loads(each.arguments)) for each in own.calls] == [("multiply", {"left": 3})]
-    assert (own.text.strip(), own.unread, none.calls, none.unread) == ("I count.", False, (), False)
+    for form, call in (("glm45", glm), ("glm47", glm.replace("\n", ""))):
+        [own, none] = asyncio.run(go(form, [f"I count. {call}", "no call"]))
+        assert [(each.name, json.loads(each.arguments)) for each in own.calls] == [("multiply", {"left": 3})]
+        assert (own.text.strip(), own.unread, none.calls, none.unread) == ("I count.", False, (), False)
 
 
 def test_prompt_logprobs_equal_transformers(served: Pool) -> None:
