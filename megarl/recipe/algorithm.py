@@ -55,6 +55,11 @@ class Algorithm(Section):
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="share of max_response_tokens over which the reward falls by 1 (DAPO); default: no penalty"
     )
+    truncated: Literal["learn", "mask"] = Field(
+        "learn",
+        description="samples that ended at a limit of length. mask: their tokens are out of the loss and its denominator, of the "
+        "critic's, too; their rewards still count in their group",
+    )
     policy_loss: PolicyLoss | ImportPath = Field(
         "ppo", description="what is minimised; names: docs/algorithms.md; or pkg.module:function"
     )

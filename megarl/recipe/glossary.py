@@ -104,6 +104,7 @@ ENTRIES = (
     Entry("algorithm.entropy_coef", "entropy_coeff", "entropy_coef", "", "entropy_loss_coef"),
     Entry("algorithm.overlong_buffer", "overlong_buffer", "", "", "overlong_buffer_len", "a share of max_response_tokens", nemo_rl="overlong_buffer_length"),
     Entry("algorithm.drop_zero_variance_groups", "filter_groups", "dynamic_sampling_filter_path", "", "dynamic_filtering", nemo_rl="use_dynamic_sampling"),
+    Entry("algorithm.truncated", "", "", "mask_truncated_completions", "", "mask where theirs is true", nemo_rl="overlong_filtering"),
     Entry("algorithm.refill_rounds", "max_num_gen_batches", "over_sampling_batch_size", "", "", nemo_rl="dynamic_sampling_max_gen_batches"),
     Entry("algorithm.old_logprobs", "bypass_mode", "use_rollout_logprobs", "", ""),
     Entry("algorithm.correction", "rollout_is tis_imp_ratio_cap", "use_tis tis_clip", "vllm_importance_sampling_correction vllm_importance_sampling_cap", "enable_vllm_is_correction", nemo_rl="use_importance_sampling_correction truncated_importance_sampling_ratio"),

@@ -25,6 +25,7 @@ from megarl.data.prompts import PromptSet, digests_of, load_prompts
 from megarl.recipe.rollout_rules import longest_answer
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
+from megarl.rollout import filters
 from megarl.rollout.asking import Asker
 from megarl.rollout.attempt import Attempt, Player
 from megarl.rollout.batcher import Part
@@ -263,8 +264,11 @@ class Collector:
         if self._journal is not None and found is None:
             await self._journal.add(task, prompt, made, shares=bool(self._under_way))
         group = self._groups[task.group]
-        group.samples, group.greedy = made.samples, made.greedy
-        self._finished.put_nowait(group_facts(task.group, made.samples, made.greedy, recorded=found is not None))
+        group.samples = filters.learned(made.samples, self._recipe.algorithm.truncated)
+        group.greedy, recorded = made.greedy, found is not None
+        self._finished.put_nowait(
+            group_facts(task.group, made.samples, made.greedy, recorded=recorded, learned=group.samples)
+        )
 
     async def _generated(self, task: GroupTask, prompt: Prompt) -> Written:
         """A group's samples; grading one overlaps with generating others."""

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
 from megarl.core.types import FloatArray, Sample, Status
 
+Truncated = Literal["learn", "mask"]
+
 
 def usable(samples: Sequence[Sample]) -> list[Sample]:
     """Without samples that have no response or no grade: a reward of zero in their place would teach a falsehood."""
     return [sample for sample in samples if sample.status is not Status.FAILED and sample.grade_failure is None]
+
+
+def learned(samples: Sequence[Sample], truncated: Truncated) -> list[Sample]:
+    """The samples as they are trained on. truncated: mask takes all tokens of those that ended at a limit out."""
+    return [
+        replace(sample, loss_mask=np.zeros_like(sample.loss_mask), memory=None)
+        if truncated == "mask" and sample.status is Status.TRUNCATED
+        else sample
+        for sample in samples
+    ]
 
 
 def mean_nll(samples: Sequence[Sample]) -> FloatArray:

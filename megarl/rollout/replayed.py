@@ -12,6 +12,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.mix import rows_by_set
 from megarl.data.prompts import PromptSet, digests_of, load_prompts
 from megarl.recipe.schema import Recipe
+from megarl.rollout import filters
 from megarl.rollout.batcher import Part
 from megarl.rollout.collector import blocks_of
 from megarl.rollout.facts import GroupFacts
@@ -27,10 +28,19 @@ class ReplayCollector:
     """Reads groups; hands over what a step takes of them. It has no requests, so that nothing can be held or cut off."""
 
     def __init__(
-        self, journal: Path, prompts: PromptSet, facts: DataFacts | None = None, *, by_turn: bool = False
+        self,
+        journal: Path,
+        prompts: PromptSet,
+        facts: DataFacts | None = None,
+        *,
+        by_turn: bool = False,
+        truncated: filters.Truncated = "learn",
     ) -> None:
-        """journal: the folder. prompts: of the rows that it was written with. by_turn: whether turns are rewarded."""
-        self._by_turn = by_turn
+        """journal: the folder. prompts: of the rows that it was written with. by_turn: whether turns are rewarded.
+
+        truncated: algorithm.truncated.
+        """
+        self._by_turn, self._truncated = by_turn, truncated
         self._journal, self._prompts = Journal(journal), prompts
         self._facts = facts or DataFacts(len(prompts), prompts.num_dropped, 0)
         self._groups: dict[int, list[Sample]] = {}
@@ -44,7 +54,8 @@ class ReplayCollector:
         tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
         found = load_prompts(recipe.data.train, tokenizer, recipe.data, answered=recipe.agent is None)
         digests, sets = digests_of(found.prompts, recipe.data), rows_by_set(found.prompts, recipe.data)
-        return cls(journal, found, DataFacts(len(found), found.num_dropped, 0, digests, sets), by_turn=by_turn(recipe))
+        facts, truncated = DataFacts(len(found), found.num_dropped, 0, digests, sets), recipe.algorithm.truncated
+        return cls(journal, found, facts, by_turn=by_turn(recipe), truncated=truncated)
 
     async def start(self) -> DataFacts:
         """There is nothing to start."""
@@ -116,8 +127,9 @@ class ReplayCollector:
         if found is None:
             self._read.put_nowait(task.group)
         else:
-            self._groups[task.group] = found.samples
-            self._read.put_nowait(group_facts(task.group, found.samples, found.greedy, recorded=True))
+            learned = self._groups[task.group] = filters.learned(found.samples, self._truncated)
+            facts = group_facts(task.group, found.samples, found.greedy, recorded=True, learned=learned)
+            self._read.put_nowait(facts)
 
     def _ended(self, reading: asyncio.Task[None]) -> None:
         if not reading.cancelled() and (error := reading.exception()) is not None:

@@ -16,9 +16,15 @@ from megarl.rollout.tasks import EvalFacts
 
 
 def group_facts(
-    group: int, samples: Sequence[Sample], greedy: Sequence[Sample], *, recorded: bool = False
+    group: int,
+    samples: Sequence[Sample],
+    greedy: Sequence[Sample],
+    *,
+    recorded: bool = False,
+    learned: Sequence[Sample] | None = None,
 ) -> GroupFacts:
-    """What is told of a finished group. recorded: the journal had it."""
+    """What is told of a finished group. recorded: the journal had it. learned: the same samples, as they are trained on."""
+    learned = samples if learned is None else learned
     names = sorted({name for sample in samples for name in sample.reward_parts})
     parts = {
         name: np.array([_number(sample.reward_parts.get(name)) for sample in samples], np.float64) for name in names
@@ -30,14 +36,14 @@ def group_facts(
         group=group,
         prompt_tokens=np.array([len(sample.prompt.token_ids) for sample in samples], np.int64),
         response_tokens=np.array([len(sample.response_ids) for sample in samples], np.int64),
-        trained_tokens=np.array([int(sample.loss_mask.sum()) for sample in samples], np.int64),
+        trained_tokens=np.array([int(sample.loss_mask.sum()) for sample in learned], np.int64),
         rewards=filters.rewards(samples),
         mean_nll=filters.mean_nll(samples),
         usable=np.array([id(sample) in usable for sample in samples], np.bool_),
         truncated=_are(samples, Status.TRUNCATED),
         failed=_are(samples, Status.FAILED),
         ungraded=np.array([sample.grade_failure is not None for sample in samples], np.bool_),
-        spans=tuple(_trained_spans(sample) for sample in samples),
+        spans=tuple(_trained_spans(sample) for sample in learned),
         greedy_reward=answered[0].reward if answered else float("nan"),
         greedy_tokens=len(answered[0].response_ids) if answered else 0,
         parts=parts,

@@ -226,6 +226,7 @@ TRAIN: dict[str, Sequence[str]] = {
             "lam": ["0.5"],
             "whiten": ["false"],
             "overlong_buffer": ["0.9"],
+            "truncated": ["mask"],
             "policy_loss": ["cispo", "reinforce", "distill"],
             "clip_low": ["0.05"],
             "clip_high": ["0.05"],

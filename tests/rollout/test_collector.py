@@ -123,6 +123,29 @@ def test_a_step_has_the_counts_and_numbers_of_its_samples(tmp_path: Path) -> Non
     assert found == {0: {0.5}, 1: {-0.5}, **{sample: {0.0} for sample in range(2, 8)}}
 
 
+@pytest.mark.parametrize("reduction", ["token-mean", "sequence-mean"])
+def test_answers_that_were_cut_off_are_left_out_of_the_loss_and_their_rewards_are_not(
+    reduction: str, tmp_path: Path
+) -> None:
+    """Of prompt 3 both answers were: each of the other six has two tokens."""
+
+    def weights_of(truncated: str) -> tuple[list[float], dict[str, float]]:
+        given = {"truncated": truncated, "reduction": reduction}
+        recipe = make_recipe(tmp_path / truncated, algorithm=given)
+        shards, info = collect(alternating, recipe, lambda c, _: c.generate(1, 0))
+        micros = [micro for shard in shards for micro in shard.mini_batches[0].micro_batches]
+        masks = np.concatenate([micro.loss_mask for micro in micros])
+        weights = np.concatenate([micro.weights for micro in micros])
+        assert (weights[masks == 0] == 0).all()
+        return weights[masks > 0].tolist(), dict(info.metrics)
+
+    (all_of_them, before), (others, after) = weights_of("learn"), weights_of("mask")
+    assert (len(all_of_them), len(others)) == (6 * 2 + 2 * 8, 6 * 2)
+    assert sum(all_of_them) == pytest.approx(1) and others == pytest.approx([1 / 12] * 12)
+    for name in ("reward/mean", "rollout/truncated", "rollout/response_len_mean"):
+        assert before[name] == after[name]
+
+
 def test_samples_are_written_for_reading(tmp_path: Path) -> None:
     collect(alternating, make_recipe(tmp_path, report={"samples": 3}), lambda c, _: c.generate(12, 0))
     rows = [json.loads(line) for line in (tmp_path / "run/samples/step_000012.jsonl").read_text().splitlines()]
