@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megarl.core.log import get_logger
 from megarl.core.types import Sample
 from megarl.rollout import filters
@@ -46,7 +48,7 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
         for sample in samples
     ]
     temporary = path.with_name(f".{path.name}.tmp")
-    text = "".join(json.dumps(row, ensure_ascii=False).translate(LINE_BREAKS) + "\n" for row in rows)
+    text = "".join(json.dumps(row, ensure_ascii=False, default=_plain).translate(LINE_BREAKS) + "\n" for row in rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(
@@ -55,6 +57,11 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
         os.replace(temporary, path)
     except OSError as error:
         log.warning("%s, for reading, could not be written: %s", path, error.strerror or error)
+
+
+def _plain(value: Any) -> Any:
+    """For people, of what is no JSON: environments and rows of Parquet may say numpy's numbers, dates and others."""
+    return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def _said(sample: Sample) -> dict[str, Any]:

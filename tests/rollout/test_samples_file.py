@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.rollout.samples_file import write_samples
@@ -25,3 +28,15 @@ def test_a_file_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytes
     (tmp_path / "samples").touch()
     write_samples(tmp_path / "samples" / "step_000001.jsonl", [make_sample("p0")])
     assert "samples/step_000001.jsonl, for reading, could not be written: File exists" in caplog.text
+
+
+def test_what_an_environment_says_that_is_no_json_is_written_for_people(tmp_path: Path) -> None:
+    """It ended the run: a row's date in a message, or a turn's reward as numpy has it."""
+    said: dict[str, Any] = {
+        "messages": [{"role": "tool", "content": {"at": date(2026, 1, 2)}}],
+        "turn_rewards": [np.float32(0.5)],
+    }
+    write_samples(tmp_path / "s.jsonl", [replace(make_sample("p0"), metadata=said, numbers={"steps": np.int64(3)})])
+    row = json.loads((tmp_path / "s.jsonl").read_text())
+    assert row["messages"] == [{"role": "tool", "content": {"at": "2026-01-02"}}]
+    assert (row["turn_rewards"], row["numbers"]) == ([0.5], {"steps": 3})
