@@ -57,8 +57,8 @@ class Algorithm(Section):
     )
     truncated: Literal["learn", "mask"] = Field(
         "learn",
-        description="samples that ended at a limit of length. mask: their tokens are out of the loss and its denominator, of the "
-        "critic's, too; their rewards still count in their group",
+        description="samples that ended at a limit of length. mask: their tokens are out of the loss, the critic's too, and of "
+        "its denominator (constant counts all samples); their rewards still count in their group",
     )
     policy_loss: PolicyLoss | ImportPath = Field(
         "ppo", description="what is minimised; names: docs/algorithms.md; or pkg.module:function"

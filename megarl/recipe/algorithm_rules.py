@@ -327,6 +327,15 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
         RL,
     ),
     Contradiction(
+        "algorithm.truncated",
+        lambda r, asked: r.algorithm.truncated == "mask" and "lengths" in asked.advantage,
+        lambda r: (
+            f"algorithm.advantage: {r.algorithm.advantage} goes by trained tokens, of which an answer that was cut off would "
+            "have none. Set it to learn, or choose another advantage"
+        ),
+        RL,
+    ),
+    Contradiction(
         "critic.warmup_steps",
         lambda r, _: r.critic is not None and r.critic.warmup_steps >= r.train.steps,
         lambda r: (
