@@ -7,6 +7,8 @@ from numpy.typing import NDArray
 
 from megarl.core.types import FloatArray, IntArray
 
+VARIANCE_ROUNDING = 1e-12  # of a float64 variance, in parts of the sum of squares that it is made of
+
 
 def group_advantages(rewards: FloatArray, group_index: IntArray, normalize_std: bool, eps: float = 1e-6) -> FloatArray:
     """A_i = r_i - mean(r of i's group), divided by std(r of i's group) + eps where normalize_std.
@@ -38,6 +40,29 @@ def rloo_advantages(rewards: FloatArray, group_index: IntArray) -> FloatArray:
     sizes = np.bincount(groups)[groups]
     advantages: FloatArray = (_centered(rewards64, groups) * sizes / np.maximum(sizes - 1, 1)).astype(np.float32)
     return advantages
+
+
+def grpo_loo_advantages(rewards: FloatArray, group_index: IntArray, eps: float = 1e-6) -> FloatArray:
+    """A_i = (r_i - mean(r of the others of i's group)) / (std(r of the others) + eps); undivided where that std is 0.
+
+    NeMo-RL's GRPO as it comes (use_leave_one_out_baseline and normalize_rewards). The standard deviation is the sample's, over
+    one less than the others. It is 0 in groups of one or two, and for the only one that differs from all others.
+
+    rewards, group_index, errors: as for group_advantages. Returns [N] float32.
+    """
+    rewards64, groups = _checked(rewards, group_index)
+    sizes = np.bincount(groups)[groups]
+    others = np.maximum(sizes - 1, 1)
+    centered = _centered(rewards64, groups)
+    squares = np.bincount(groups, weights=centered**2)[groups]
+    # Of the others, about the group's mean: their sum is -c_i.
+    variance = (squares - centered**2 * sizes / others) / np.maximum(others - 1, 1)
+    # What is left of equal rewards by rounding is no deviation.
+    std = np.sqrt(np.where((sizes > 2) & (variance > VARIANCE_ROUNDING * squares), variance, 0))
+    advantages = centered * sizes / others
+    np.divide(advantages, std + eps, out=advantages, where=std > 0)
+    result: FloatArray = advantages.astype(np.float32)
+    return result
 
 
 def reinforce_pp_baseline_advantages(

@@ -17,6 +17,7 @@ from megarl.algorithms.advantage import (
     egpo_advantages,
     gpg_advantages,
     group_advantages,
+    grpo_loo_advantages,
     opo_advantages,
     reinforce_pp_baseline_advantages,
     remax_advantages,
@@ -68,6 +69,7 @@ SAMPLE_ADVANTAGES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "grpo": group_advantages,
         "rloo": rloo_advantages,
+        "grpo_loo": grpo_loo_advantages,
         "reinforce_pp_baseline": reinforce_pp_baseline_advantages,
         "remax": remax_advantages,
         "opo": opo_advantages,

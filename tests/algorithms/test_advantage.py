@@ -14,6 +14,7 @@ from megarl.algorithms.advantage import (
     egpo_advantages,
     gpg_advantages,
     group_advantages,
+    grpo_loo_advantages,
     opo_advantages,
     reinforce_pp_baseline_advantages,
     remax_advantages,
@@ -128,6 +129,7 @@ def entropy_like(rewards: np.ndarray, seed: int = 0) -> np.ndarray:
 ESTIMATORS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "grpo": lambda r, g: group_advantages(r, g, True),
     "rloo": rloo_advantages,
+    "grpo_loo": grpo_loo_advantages,
     "reinforce_pp_baseline": lambda r, g: reinforce_pp_baseline_advantages(r, g, lengths_like(r)),
     "opo": lambda r, g: opo_advantages(r, g, lengths_like(r)),
     "gpg": gpg_advantages,
@@ -183,6 +185,28 @@ def test_rloo_hand_computed() -> None:
     # Each is held against the mean of the others: 1 - 1/2, 0 - 1, 1 - 1/2; a lone sample has nobody to be held against.
     rewards = np.array([1, 0, 1, 5], np.float32)
     assert rloo_advantages(rewards, np.array([0, 0, 0, 1])).tolist() == [0.5, -1, 0.5, 0]
+
+
+def test_grpo_loo_hand_computed() -> None:
+    """The others of 2 are 0, 0, 1: mean 1/3, sample variance 1/3. Of the only 1 among 0s nothing differs, nor of one other."""
+    rewards, groups = np.array([2, 0, 0, 1, 1, 0, 0, 3, 1], np.float32), np.array([0] * 4 + [1] * 3 + [2] * 2)
+    found = grpo_loo_advantages(rewards, groups)
+    assert found[0] == pytest.approx((2 - 1 / 3) / (3**-0.5 + 1e-6))
+    assert found[3] == pytest.approx((1 - 2 / 3) / ((4 / 3) ** 0.5 + 1e-6))
+    assert found[4] == 1 and found[5] == pytest.approx(-0.5 / (0.5**0.5 + 1e-6))
+    assert found[7:].tolist() == [2, -2]
+
+
+@given(groups_of_rewards)
+def test_grpo_loo_equals_the_loop(groups: list[list[float]]) -> None:
+    expected = []
+    for group in groups:
+        for i, reward in enumerate(group):
+            others = np.array(group[:i] + group[i + 1 :], np.float64)
+            lead = reward - others.mean() if len(others) else 0.0
+            std = others.std(ddof=1) if len(others) > 1 and np.ptp(others) else 0.0
+            expected.append(lead / (std + 1e-6) if std else lead)
+    assert grpo_loo_advantages(*flat(groups)) == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 @given(groups_of_rewards)
