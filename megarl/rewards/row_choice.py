@@ -67,12 +67,12 @@ def _nearest(only: Only, prompts: Sequence[Prompt]) -> str:
     """What rows say in the fields that are asked for."""
     said = []
     for name, values in only.items():
-        there = sorted({str(_found(prompt.metadata, name)) for prompt in prompts})
-        wanted = map(str, values)
-        near = [close for each in wanted for close in get_close_matches(each, there, n=1) if close != each]
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        shown = ", ".join(map(repr, there[:5])) + (" and others" if len(there) > 5 else "")
-        said.append(f"their {name!r} is {shown}{hint}")
+        there = sorted({repr(_found(prompt.metadata, name)) for prompt in prompts})
+        wanted = list(map(repr, values))
+        near = [close for each in wanted for close in get_close_matches(each, there, n=1) if close not in wanted]
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        shown = ", ".join(there[:5]) + (" and others" if len(there) > 5 else "")
+        said.append(f"wanted is {' or '.join(wanted) or 'nothing'} in {name!r}, where they have {shown}{hint}")
     return "; ".join(said) + "."
 
 

@@ -64,7 +64,7 @@ def check_graded(recipe: Recipe, prompts: Sequence[Prompt], held_out: Sequence[P
 
     prompts: to train on; an evaluation has none.
     """
-    beside = recipe.reward_model is not None or recipe.agent is not None
+    beside = recipe.reward_model is not None or (recipe.agent is not None and recipe.agent.rewards)
     check_choice(recipe.reward, [*prompts, *held_out], rewarded=beside, part=not prompts)
     grader = recipe.eval.grader
     if grader is not None and (row := first_ungraded(recipe.reward, grader, held_out)) is not None:

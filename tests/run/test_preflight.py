@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.core.types import Prompt
 from megarl.recipe.load import load_recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
 from megarl.run.evaluate import beside
@@ -18,6 +20,7 @@ from megarl.run.preflight import (
     preflight_eval,
     preflight_supervised,
 )
+from megarl.run.rows_check import check_graded
 from megarl.training.run_checkpoints import Checkpoints
 from tests.support.bad_input import ALL, GOOD_PAIR, ODD, PAIRS, Bad, Place, good_place, pairs_place
 from tests.support.fp8 import write_fp8
@@ -284,3 +287,33 @@ def test_held_out_rows_say_which_set_they_are_of(place: Place) -> None:
     write(*map(str, range(65)))
     with pytest.raises(UserError, match=r"has 65 different values, such as '0' and '9': .* at most 64"):
         run(place, *key)
+
+
+GRADERS = "reward.graders={math: {kind: rule, fn: math, only: {kind: sum}}, exact: {kind: rule, fn: exact, only: {kind: word}}}"
+
+
+def test_rows_that_no_grader_is_for_are_named_and_those_held_out_as_well(place: Place) -> None:
+    place.write_rows(*({"prompt": f"{n}+1", "answer": "", "kind": ("sum", "word")[n % 2]} for n in range(4)))
+    held_out = place.root / "held_out.jsonl"
+    held_out.write_text('{"prompt": "1", "answer": "1", "kind": "sum"}\n')
+    found = run(place, GRADERS, f"data.eval={held_out}", "eval.grader=math")
+    assert any("4 rows have an empty answer, by which math finds no response right" in line for line in found.lines())
+    with pytest.raises(UserError, match=r"exact does not grade every held-out row: .* leaves out held_out\.jsonl:1"):
+        run(place, GRADERS, f"data.eval={held_out}", "eval.grader=exact")
+    held_out.write_text('{"prompt": "1", "answer": "1", "kind": "verse"}\n')
+    with pytest.raises(
+        UserError, match=r"held_out\.jsonl:1: no grader with a weight grades this row, .*'kind' is 'verse'"
+    ):
+        run(place, GRADERS, f"data.eval={held_out}")
+
+
+def test_tools_alone_reward_no_row(place: Place) -> None:
+    """An environment does, so that a row may be without a grader there."""
+    ids = np.array([1], np.int32)
+    rows = [
+        Prompt(f"a.jsonl:{at}", ids, "1", "1", {"kind": kind}) for at, kind in enumerate(("sum", "word", "verse"), 1)
+    ]
+    tools = ["agent.tools=[python]", "agent.tool_parser=qwen25"]
+    with pytest.raises(UserError, match=r"a\.jsonl:3: no grader with a weight"):
+        check_graded(load_recipe(place.recipe, [GRADERS, *tools]).recipe, rows, ())
+    check_graded(load_recipe(place.recipe, [GRADERS, "agent.environment=guess_number"]).recipe, rows, ())
