@@ -90,7 +90,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"reward_model": {"path": Path("r"), "level": "token"}},
 )
 # What is decided before samples are packed, or by files: whole runs go through it.
-ELSEWHERE = {"preset", "drop_zero_variance_groups", "refill_rounds", "max_logprob_diff", "on_logprob_diff"}
+ELSEWHERE = {"preset", "truncated", "drop_zero_variance_groups", "refill_rounds", "max_logprob_diff", "on_logprob_diff"}
 SECTIONS = ("critic", "teacher", "reward_model")
 
 
