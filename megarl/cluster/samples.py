@@ -39,9 +39,8 @@ UNKNOWN = ProcessFacts(0, "?")
 # What one collector's core can read, grade and pack beside asking: docs/rollout.md.
 SERVERS_A_COLLECTOR = 32
 END_S = 60.0  # for a collector to end episodes under way, environments, tools and graders, each of which has a deadline
-LEAVE_S = (
-    15.0  # for the same where a life ends early: somebody waits, and whoever ends jobs for a scheduler soon kills them
-)
+# For the same where a life ends early: somebody waits, and whoever ends jobs for a scheduler soon kills them.
+LEAVE_S = 15.0
 
 
 @dataclass(frozen=True)

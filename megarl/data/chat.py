@@ -37,11 +37,8 @@ LINE = "\n"
 _THOUGHTS = re.compile(r"</?think>")  # that templates open, or leave empty, where the assistant begins
 REASON_CHARACTERS = 400  # of what transformers says
 TEMPLATE_KEY = "data.chat_template_kwargs"
-_MESSAGES = {
-    "messages",
-    "strftime_now",
-    "raise_exception",
-}  # what transformers gives a template beside its own arguments
+# What transformers gives a template beside its own arguments.
+_GIVEN = {"messages", "strftime_now", "raise_exception"}
 
 
 def load_tokenizer(folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> Tokenizer:
@@ -81,7 +78,7 @@ def _check_template_kwargs(folder: Path, tokenizer: Tokenizer, given: Mapping[st
             f"{TEMPLATE_KEY}: the tokenizer of {folder} has no chat template that could read {', '.join(given)}. Remove the key."
         )
     template = str(tokenizer.chat_template)
-    own = _MESSAGES.union(signature(tokenizer.apply_chat_template).parameters)
+    own = _GIVEN.union(signature(tokenizer.apply_chat_template).parameters)
     for name in given:
         if name in own:
             raise UserError(

@@ -310,8 +310,9 @@ def _check_generation(recipe: Recipe) -> tuple[ModelConfig, int]:
     check_context(model, longest_served(recipe), served_parts(recipe))
     check_server_layout(model, recipe.rollout.tp)
     check_graders(recipe.reward)
-    tokenizer, agent = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs), recipe.agent is not None
-    return model, check_agent(recipe, tokenizer) if agent else 0
+    if recipe.agent is None:
+        return model, 0
+    return model, check_agent(recipe, load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs))
 
 
 def _check_sync(recipe: Recipe, model: ModelConfig) -> None:
