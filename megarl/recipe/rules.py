@@ -289,6 +289,17 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         (Recipe,),
     ),
     Contradiction(
+        "train.keep_best",
+        lambda r, _: (
+            r.train.keep_best is not None and r.train.keep_best.metric.startswith("eval/") != isinstance(r, Recipe)
+        ),
+        lambda r: (
+            f"{r.train.keep_best.metric} is of another kind of run, and this one never writes it. Name one of its own "
+            "(docs/metrics.md), such as "
+            + ("eval/accuracy" if isinstance(r, Recipe) else "sft/eval_loss, rm/eval_accuracy or dpo/eval_accuracy")
+        ),
+    ),
+    Contradiction(
         "data.mix",
         lambda r, _: bool(r.data.mix) and not any(r.data.mix.values()),
         lambda _: "all of its shares are 0, so that no row would be trained on. Give a set more",

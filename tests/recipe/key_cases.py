@@ -86,7 +86,7 @@ COMMON: dict[str, Sequence[str]] = {
             "keep_last": ["1"],
             "async_save": ["true"],
             "keep_every": ["1"],
-            "keep_best.metric": ["eval/reward", "sft/eval_loss"],
+            "keep_best.metric": ["eval/reward", "rm/eval_score", "dpo/eval_margin"],
             "keep_best.mode": ["min"],
             "keep_best.count": ["2"],
         },

@@ -294,6 +294,10 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["algorithm.advantage=remax", "algorithm.drop_zero_variance_groups=true"], "remax learns from groups whose"),
         (["algorithm.advantage=gae", "critic.warmup_steps=100000"], "the actor would never learn"),
         (["algorithm.truncated=mask", "algorithm.advantage=opo"], "goes by trained tokens, of which an answer"),
+        (
+            ["train={save_every: 1, keep_best: {metric: sft/eval_loss}}", "data.eval=e.jsonl", "eval.every=1"],
+            "sft/eval_loss is of another kind of run",
+        ),
         (["data.mix={math: 0}"], "all of its shares are 0"),
         (["actor.optimizer={warmup_steps: 2, warmup_share: 0.1}"], "actor.optimizer.warmup_steps says how long"),
         (["agent.max_turns=3"], "nobody would answer the policy"),
