@@ -91,7 +91,7 @@ def reject(ratios: Floats, mask: Mask, cu_seqlens: Bounds, min_ratio: float, max
     """w = 0 on all of a sequence of which any ratio is outside of [min_ratio, max_ratio], 1 on the others.
 
     With token ratios, one impossible token condemns its sequence; with those of a sequence, the sequence as a whole.
-    To be multiplied with the weights of truncate or mask_outside where those are wanted too.
+    Beside the weights of truncate or mask_outside where those are wanted too: `both`.
 
     ratios: [T]. Raises ValueError unless 0 <= min_ratio < max_ratio.
     """
@@ -99,6 +99,11 @@ def reject(ratios: Floats, mask: Mask, cu_seqlens: Bounds, min_ratio: float, max
     rejected = sequence_sums(outside.astype(np.float32), mask, cu_seqlens) > 0
     touched = spread(rejected.astype(np.float32), mask, cu_seqlens) > 0
     return Correction(_weights(np.where(touched, 0.0, 1.0), mask != 0), touched)
+
+
+def both(first: Correction, second: Correction) -> Correction:
+    """One correction on top of another: the product of their weights; [T], touched where either bound decided."""
+    return Correction(first.weights * second.weights, first.touched | second.touched)
 
 
 # By the kind that a recipe names; each is given what its parameters ask for.

@@ -14,6 +14,16 @@ PolicyLoss = Literal["ppo", "gspo", "cispo", "gpg", "reinforce", "distill"]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
+class RejectBounds(Section):
+    """Sequences whose ratio is outside of bounds are left out, whatever is done with the ratios of the others."""
+
+    level: Literal["token", "sequence", "geometric"] = Field(
+        "geometric", description="which ratio is looked at: of any token, of the whole sequence, or its geometric mean"
+    )
+    low: Annotated[float, Field(ge=0)] = Field(0.5, description="smallest ratio")
+    high: PositiveFloat = Field(2.0, description="largest ratio")
+
+
 class Correction(Section):
     """What is done about rollout and trainer giving a token other log-probs: importance weights, bounded."""
 
@@ -26,6 +36,10 @@ class Correction(Section):
     )
     low: Annotated[float, Field(ge=0)] = Field(0.5, description="smallest ratio; truncate has none")
     high: PositiveFloat = Field(2.0, description="largest ratio")
+    reject: RejectBounds | None = Field(
+        None,
+        description="a second correction, whole sequences by a ratio of another level: verl's rollout_rs; default: none",
+    )
 
 
 class KlControl(Section):

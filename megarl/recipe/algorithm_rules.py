@@ -11,7 +11,7 @@ from typing import Any
 from megarl.algorithms.correction import CORRECTIONS
 from megarl.algorithms.inputs import LOSS_INPUTS, parameters
 from megarl.algorithms.policy_loss import POLICY_LOSSES
-from megarl.recipe.algorithm import Algorithm, Correction
+from megarl.recipe.algorithm import Algorithm, Correction, RejectBounds
 from megarl.recipe.functions import (
     ADVANTAGE,
     ADVANTAGE_INPUTS,
@@ -78,6 +78,12 @@ def _has_reference(recipe: Recipe, asked: Asked) -> bool:
 
 def _has_lower_bound(correction: Correction) -> bool:
     return "min_ratio" in parameters(CORRECTIONS[correction.kind])
+
+
+def _reject_bounds(recipe: Recipe) -> RejectBounds:
+    """Those of a second correction; without one, those by default, with which nothing is wrong."""
+    correction = recipe.algorithm.correction
+    return (correction and correction.reject) or RejectBounds()
 
 
 def _reserved(algorithm: Algorithm) -> list[str]:
@@ -294,6 +300,23 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
             and r.algorithm.correction.low >= r.algorithm.correction.high
         ),
         lambda r: f"it has to be above low {r.algorithm.correction.low:g}; got {r.algorithm.correction.high:g}",
+        RL,
+    ),
+    Contradiction(
+        "algorithm.correction.reject.high",
+        lambda r, _: _reject_bounds(r).low >= _reject_bounds(r).high,
+        lambda r: f"it has to be above low {_reject_bounds(r).low:g}; got {_reject_bounds(r).high:g}",
+        RL,
+    ),
+    Contradiction(
+        "algorithm.correction.reject",
+        lambda r, _: (
+            (chosen := r.algorithm.correction) is not None and chosen.kind == "reject" and chosen.reject is not None
+        ),
+        lambda _: (
+            "algorithm.correction.kind is reject already. Set the kind to truncate or mask, or remove the section reject: "
+            "one ratio for whole sequences is bounded by the kind alone"
+        ),
         RL,
     ),
     Contradiction(

@@ -108,6 +108,7 @@ ENTRIES = (
     Entry("algorithm.refill_rounds", "max_num_gen_batches", "over_sampling_batch_size", "", "", nemo_rl="dynamic_sampling_max_gen_batches"),
     Entry("algorithm.old_logprobs", "bypass_mode", "use_rollout_logprobs", "", ""),
     Entry("algorithm.correction", "rollout_is tis_imp_ratio_cap", "use_tis tis_clip", "vllm_importance_sampling_correction vllm_importance_sampling_cap", "enable_vllm_is_correction", nemo_rl="use_importance_sampling_correction truncated_importance_sampling_ratio"),
+    Entry("algorithm.correction.reject", "rollout_rs rollout_rs_threshold", "use_rs", "", "", "beside algorithm.correction's weights"),
     Entry("agent.max_turns", "max_assistant_turns", "", "max_tool_calling_iterations", "", "responses of the policy in one episode", nemo_rl="max_rollout_turns"),
     Entry("agent.max_calls", "max_parallel_calls", "", "", "", "further calls are answered with an error"),
     Entry("agent.tool_result_characters", "max_tool_response_length", "", "", "", "cut in the middle, as verl's tool_response_truncate_side middle"),

@@ -25,7 +25,7 @@ from megarl.algorithms.returns import AdvantagesAndReturns, kl_penalty, token_re
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.core.errors import MegarlError
 from megarl.core.types import BatchInfo, Block, FloatArray, IntArray, ShardPlan
-from megarl.recipe.algorithm import Algorithm, Correction
+from megarl.recipe.algorithm import Algorithm, Correction, RejectBounds
 from megarl.recipe.functions import asked, before_whitening, is_per_token, settings
 from megarl.recipe.schema import Recipe
 from megarl.rollout.batcher import Part, StepSamples
@@ -328,12 +328,14 @@ def _advantages(turn: _Turn, settled: Settled) -> FloatArray:
 
 def _corrected(chosen: Correction, at: Sequences, old_logprobs: FloatArray) -> importance.Correction:
     """Importance weights between rollout and trainer, [T]."""
-    given = {
-        "ratios": importance.importance_ratios(old_logprobs, at.rollout_logprobs, at.mask, at.cu_seqlens, chosen.level),
-        "mask": at.mask,
-        "cu_seqlens": at.cu_seqlens,
-        "min_ratio": chosen.low,
-        "max_ratio": chosen.high,
-    }
-    made: importance.Correction = call(importance.CORRECTIONS[chosen.kind], given)
-    return made
+
+    def made(kind: str, bounds: Correction | RejectBounds) -> importance.Correction:
+        ratios = importance.importance_ratios(old_logprobs, at.rollout_logprobs, at.mask, at.cu_seqlens, bounds.level)
+        given = {"ratios": ratios, "min_ratio": bounds.low, "max_ratio": bounds.high}
+        done: importance.Correction = call(
+            importance.CORRECTIONS[kind], given | {"mask": at.mask, "cu_seqlens": at.cu_seqlens}
+        )
+        return done
+
+    done = made(chosen.kind, chosen)
+    return done if chosen.reject is None else importance.both(done, made("reject", chosen.reject))

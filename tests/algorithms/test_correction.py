@@ -13,6 +13,7 @@ from megarl.algorithms.correction import (
     Correction,
     Level,
     add_up,
+    both,
     importance_ratios,
     mask_outside,
     reject,
@@ -92,6 +93,14 @@ def test_reject_hand_computed() -> None:
     assert weights.tolist() == [0, 0, 0, 0, 1]  # one token of the first sequence is beyond
     assert touched.tolist() == [True, False, True, True, False]
     assert reject(ratios, MASK, BOUNDS, 0.3, 9.0).weights.tolist() == [1, 0, 1, 1, 0]
+
+
+def test_one_correction_on_top_of_another_hand_computed() -> None:
+    of_tokens = truncate(importance_ratios(LOGPROBS, ROLLOUT, MASK, BOUNDS, "token"), MASK, 3.0)
+    means = importance_ratios(LOGPROBS, ROLLOUT, MASK, BOUNDS, "geometric")
+    weights, touched = both(of_tokens, reject(means, MASK, BOUNDS, 0.5, 3.0))
+    assert weights == pytest.approx([2, 0, 0.5, 3, 0])  # the second sequence's mean, 1/4, is too low
+    assert touched.tolist() == [False, False, False, True, True]
 
 
 @given(batches, levels, st.floats(0.1, 0.9), st.floats(1.1, 3))

@@ -27,7 +27,7 @@ UNSAID: dict[str, dict[str, Any]] = {
     },
     "slime": {"algorithm.reduction": "sequence-mean"},
     "TRL": {
-        "algorithm.correction": {"kind": "mask", "level": "sequence", "low": 0.0, "high": 3.0},
+        "algorithm.correction": {"kind": "mask", "level": "sequence", "low": 0.0, "high": 3.0, "reject": None},
         "actor.optimizer.beta2": 0.999,
         "actor.optimizer.schedule": "linear",
     },

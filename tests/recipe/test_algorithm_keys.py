@@ -83,6 +83,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
     ),
     {"correction": {"kind": "truncate", "low": 0.9}},
     {"correction": {"kind": "mask", "low": 0.9}},
+    *({"correction": {"reject": {"level": level}}} for level in ("token", "sequence", "geometric")),
     {"critic": {}},
     {"critic": {"value_clip": 0.01}},
     {"teacher": {"path": Path("t")}},

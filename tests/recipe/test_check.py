@@ -195,6 +195,7 @@ def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
         "teacher.parallel.tp": "teacher.parallel",
         "algorithm.kl_control.target": "algorithm.kl_control",
         "algorithm.correction.high": "algorithm.correction",
+        "algorithm.correction.reject.low": "algorithm.correction.reject",
         "reward_model.path": "reward_model",
         "train.keep_best.metric": "train.keep_best",
     }
@@ -288,6 +289,8 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["algorithm.advantage=gae", "critic.optimizer={schedule: linear, min_lr: 1}"], "critic.optimizer.lr 1e-06"),
         (["algorithm.correction={}", "algorithm.old_logprobs=rollout"], "there is no ratio between the two"),
         (["algorithm.correction.kind=mask", "algorithm.correction.low=3.0"], "it has to be above low 3; got 2"),
+        (["algorithm.correction.reject.low=3.0"], "it has to be above low 3; got 2"),
+        (["algorithm.correction={kind: reject, reject: {}}"], "algorithm.correction.kind is reject already"),
         (["reward_model.path=m", "algorithm.advantage=remax"], "which only the graders see"),
         (["reward_model.path=m", "algorithm.drop_zero_variance_groups=true"], "before the reward model scores them"),
         (["algorithm.advantage=egpo", "algorithm.drop_zero_variance_groups=true"], "egpo learns from groups whose"),

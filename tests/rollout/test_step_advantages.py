@@ -13,7 +13,7 @@ import pytest
 from megarl.algorithms.returns import AdvantagesAndReturns, gae
 from megarl.core.errors import MegarlError
 from megarl.core.types import Block, FloatArray
-from megarl.recipe.algorithm import Algorithm, Correction, KlControl
+from megarl.recipe.algorithm import Algorithm, Correction, KlControl, RejectBounds
 from megarl.recipe.functions import needs_one_collector
 from megarl.recipe.roles import Critic, RewardModel, Teacher
 from megarl.rollout.local_advantages import LocalAdvantages, column_names
@@ -273,6 +273,21 @@ def test_a_rejected_sequence_is_not_learned_from(num_collectors: int) -> None:
         {"old_logprobs": lambda sample, at: 4.0 if (sample, at) == (0, 2) else -1.0},
     )
     assert found["advantages"][0] == [0.0] * 3 and found["advantages"][1] == [-1.0]
+
+
+@anywhere
+def test_a_sequence_is_rejected_by_another_ratio_than_its_tokens_are_weighed_by(num_collectors: int) -> None:
+    # Sample 0: ratio e in one token of 3, which is cut to 1.5, and e^(1/3) in the mean. Sample 3: e in both, rejected.
+    reject = RejectBounds(level="geometric", high=2.0)
+    found, metrics = learned(
+        Algorithm(advantage="rloo", correction=Correction(kind="truncate", high=1.5, reject=reject)),
+        num_collectors,
+        {"old_logprobs": lambda sample, at: 0.0 if sample == 3 or (sample, at) == (0, 2) else -1.0},
+    )
+    assert sorted(found["advantages"][0]) == [1.0, 1.0, 1.5]
+    assert found["advantages"][3] == [0.0, 0.0]
+    assert found["advantages"][1] == [-1.0]
+    assert metrics["rollout/correction_touched"] == 3 / 8
 
 
 @anywhere
