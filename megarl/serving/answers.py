@@ -25,6 +25,7 @@ FinishReason = Literal["stop", "length", "abort"]
 # Where the rows begin. Within a string of JSON the quotes would be escaped: it stands nowhere else.
 ROWS = b'"output_token_logprobs":[['
 ROW = 3  # log-prob, token, text or null
+ABOVE_ZERO = 1e-3  # what rounding may make of the log-prob of a token that is certain
 
 # What SGLang says instead of a stop string where the drawn token is none of the vocabulary; it answers an end token in its place.
 NO_TOKEN = "NaN happened"
@@ -101,10 +102,12 @@ def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = Fal
             "some that are not finite, or its kernels fail; its log says more."
         )
     if flat is not None and len(flat) == ROW * len(token_ids):
-        logprobs = _floats(flat[::ROW], "output_token_logprobs", where)
+        logprobs, logprobs_of = _floats(flat[::ROW], "output_token_logprobs", where), flat[1::ROW]
     else:
         whole = meta if flat is None else read_json(body, where)["meta_info"]
-        logprobs = _logprobs(field(whole, "output_token_logprobs", list, where, "meta_info."), len(token_ids), where)
+        rows = field(whole, "output_token_logprobs", list, where, "meta_info.")
+        logprobs, logprobs_of = _logprobs(rows, len(token_ids), where), _column(rows, 1)
+    _check_logprobs(logprobs, logprobs_of, token_ids, where)
     # A request that is ended while it waits in the server's queue is answered without these.
     counts = {"prompt_tokens": num_prompt, "cached_tokens": 0} | meta
     read = field(counts, "prompt_tokens", int, where, "meta_info.")
@@ -201,8 +204,24 @@ def _logprobs(rows: Sequence[Any], count: int, where: str) -> FloatArray:
     return _floats(_column(rows), "output_token_logprobs", where)
 
 
-def _column(rows: Sequence[Any]) -> list[Any]:
-    return [row[0] if isinstance(row, list) and row else None for row in rows]
+def _column(rows: Sequence[Any], at: int = 0) -> list[Any]:
+    return [row[at] if isinstance(row, list) and len(row) > at else None for row in rows]
+
+
+def _check_logprobs(logprobs: FloatArray, of: list[Any], token_ids: TokenArray, where: str) -> None:
+    """They are the answer's tokens', and logarithms of probabilities: what else comes would be trained on without a word."""
+    if of != (ids := token_ids.tolist()):
+        at = next(index for index, (told, token) in enumerate(zip(of, ids, strict=True)) if told != token)
+        raise AnswerError(
+            f"{where}: meta_info.output_token_logprobs has the log-prob of token {of[at]!r} at position {at}, and output_ids has "
+            f"token {ids[at]} there. Is this an SGLang server, and does nothing before it change its answers?"
+        )
+    if (logprobs > ABOVE_ZERO).any():
+        at = int(logprobs.argmax())
+        raise AnswerError(
+            f"{where}: meta_info.output_token_logprobs has {logprobs[at]:g} at position {at}; the logarithm of a probability is "
+            "at most 0. Is this an SGLang server, and does nothing before it change its answers?"
+        )
 
 
 def _floats(values: Sequence[Any], name: str, where: str) -> FloatArray:

@@ -105,6 +105,13 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("meta_info.output_token_logprobs", [[-1.0, 5, None]], "has 1 rows for 2 output_ids"),
         ("meta_info.output_token_logprobs", [[None, 5, None], [-1.0, 6, None]], "log-prob that is no number"),
         ("meta_info.output_token_logprobs", [3, 4], "log-prob that is no number"),
+        ("meta_info.output_token_logprobs", [[-1.0, 5, None], [0.7, 6, None]], "has 0.7 at position 1; .* at most 0"),
+        (
+            "meta_info.output_token_logprobs",
+            [[-1.0, 5, None], [-1.0, 7, None]],
+            "of token 7 at position 1, .* token 6 there",
+        ),
+        ("meta_info.output_token_logprobs", [[-1.0, 6], [-1.0, 5]], "of token 6 at position 0, .* token 5 there"),
         ("meta_info.weight_versions", [{"version": "v", "start": 0, "end": 2}], "--weight-version 0"),
         ("meta_info.weight_versions", [{"version": "1", "start": 0, "end": 1}], "do not cover 2 tokens"),
         ("meta_info.routed_experts", "AAAA", "routed_experts is no table of 4 rows"),
@@ -116,6 +123,11 @@ def test_a_malformed_answer_names_the_server_and_the_field(path: str, value: Any
         with pytest.raises(AnswerError, match=told) as caught:
             read_generation(sent, WHERE, 3)
         assert WHERE in str(caught.value)
+
+
+def test_a_token_that_is_certain_may_have_what_rounding_makes_of_its_log_prob() -> None:
+    body = changed("meta_info.output_token_logprobs", [[1.2e-7, 5, None], [0, 6, None]])
+    assert read_generation(orjson.dumps(body), WHERE, 3).logprobs.tolist() == pytest.approx([1.2e-7, 0])
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>no such page</html>", orjson.dumps(generation([5, 6]))[:-9], b"[1]"])
