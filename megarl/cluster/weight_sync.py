@@ -42,6 +42,7 @@ class WeightSync:
     sending: Sending
     _version: int | None = None  # of the last push
     _written: int | None = None  # the last version that the ranks wrote to the disk, where it is good
+    _written_bytes: int = 0  # of it, as often as it was written
 
     def __post_init__(self) -> None:
         self.rollout.servers.refresh = self.again
@@ -140,10 +141,11 @@ class WeightSync:
             self.sending.timeout_s,
             versions.all_files,
         )
-        num_bytes = 0
+        if self._written != weight_version:
+            self._written_bytes = 0
         for is_last in (False, True):
             if self._written != weight_version:
-                num_bytes += self._ask_ranks(weight_version, []).num_bytes
+                self._written_bytes += self._ask_ranks(weight_version, []).num_bytes
                 self._written = weight_version
             fetched = servers.fetch(order)
             torn = next((each.trouble for each in fetched.values() if each.torn), "")
@@ -152,7 +154,7 @@ class WeightSync:
             log.warning("weight version %d is written again, whole: %s", weight_version, torn)
             self._written = None
         self._settle({endpoint: each.trouble for endpoint, each in fetched.items()})
-        return float(num_bytes)
+        return float(self._written_bytes)  # also where it had been written for servers that are gone
 
     def _settle(self, troubles: Mapping[ServerEndpoint, str]) -> None:
         """Who has the weights, and who leaves the pool. troubles: why a server has not, or nothing."""

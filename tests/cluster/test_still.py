@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,10 @@ import pytest
 
 from megarl.cluster.rollout import RolloutPool
 from megarl.cluster.weight_sync import WeightSync
+from megarl.sync.fetch import Fetched
+from megarl.sync.sending import Sending, Versions
+from megarl.sync.session import SyncReport
+from megarl.sync.store import Store
 from tests.support.fake_pool import FakeStarter, Stage
 
 DEADLINE_S = 5.0
@@ -65,3 +70,22 @@ def test_a_sync_sends_while_servers_are_still(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(sync, "verify", lambda _: {"verified": float(len(actor.calls("resume")))})
     metrics = sync._deliver(3)
     assert (metrics["sync/bytes"], metrics["verified"]) == (paused, paused)
+
+
+def test_a_version_that_is_fetched_again_has_the_bytes_that_it_was_written_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stage = Stage(FakeStarter())
+    pool = pool_of(stage, "abort", beside=False)
+    versions = Versions(Store(tmp_path, "model"), 100, in_place=False)
+    sending = Sending("disk", (0,), (0,), (), 1, DEADLINE_S, versions)
+    nobody: Any = None
+    sync = WeightSync("actor", nobody, nobody, pool, pool.recipe, sending)
+    endpoint = stage.pool.servers[0].endpoint
+    torn = ["it is cut off", "", "", ""]  # of each fetch
+    monkeypatch.setattr(stage.pool, "fetch", lambda _: {endpoint: Fetched(torn.pop(0), torn=True)})
+    monkeypatch.setattr(stage.pool, "received", lambda _: None)
+    monkeypatch.setattr(sync, "_ask_ranks", lambda version, _: SyncReport(version, (), {}, 100 * version, 0.0, 1))
+    assert sync._send(3) == 600  # one was torn, and was written again
+    assert sync._send(3) == 600  # nobody was left to serve it, and others fetch it
+    assert sync._send(4) == 400
