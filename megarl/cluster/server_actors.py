@@ -67,6 +67,10 @@ class ServerCalls:
         """Have the server load a weight version from a folder that its node sees."""
         return await self._fetcher.fetch(order)
 
+    async def failed_loads(self) -> str:
+        """What a log that is known here says of weights that a rank of the server could not load."""
+        return ""
+
     async def sees(self, order: Order) -> str:
         """Whether this node can read a weight version, for a part of a server that answers elsewhere: why not, or nothing."""
         return await self._fetcher.sees(order)
@@ -149,7 +153,7 @@ class ServerActor(_Supervisor, ServerCalls):
         place: ProcessPlace,
         answer_s: float,
     ) -> None:
-        process = ServerProcess(f"sglang {spec.name}", server, get_platform(platform), place)
+        process = self._server = ServerProcess(f"sglang {spec.name}", server, get_platform(platform), place)
         self._asleep: set[ServerPart] = set()
         ServerCalls.__init__(self, process.endpoint)
         _Supervisor.__init__(self, spec, registry, process, process.endpoint, answer_s)
@@ -183,6 +187,10 @@ class ServerActor(_Supervisor, ServerCalls):
         trouble = await told(self._endpoint, free)
         self._asleep.clear()
         return trouble
+
+    async def failed_loads(self) -> str:
+        """See ServerCalls."""
+        return await asyncio.to_thread(self._server.failed_loads)
 
     def _expected(self) -> bool:
         return not self._asleep and not self._paused  # one that sleeps lets even the question for its health wait

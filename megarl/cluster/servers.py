@@ -6,6 +6,7 @@ were verified. Nothing here runs by itself: it goes on while the driver waits fo
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from megarl.cluster.server_actors import Started
 from megarl.cluster.server_start import Starter
 from megarl.cluster.services import RayDiedError
 from megarl.cluster.waits import Call, Waiter, Worker
-from megarl.core.errors import GivenUpError, WorkerDiedError
+from megarl.core.errors import GivenUpError, MegarlError, WorkerDiedError
 from megarl.core.log import get_logger
 from megarl.recipe.roles import ServerPart
 from megarl.serving.client import ServerEndpoint
@@ -181,6 +182,13 @@ class ServerPool:
         calls = [Call(other, other.handle.sees.remote(order)) for _, other in parts]
         troubles = self._ask(calls, "sync", order.timeout_s)
         return {end: Fetched(trouble) for (end, _), trouble in zip(parts, troubles, strict=True) if trouble}
+
+    def failed_loads(self) -> str:
+        """What logs of servers say of weights that were not loaded: SGLang answers for its first rank alone."""
+        calls = [Call(part, part.handle.failed_loads.remote()) for member in self.members for part in member.parts]
+        with contextlib.suppress(MegarlError):  # whoever asks has an error of more weight
+            return "\n".join(each for each in self._answers(calls, "sync", 0.0) if isinstance(each, str) and each)
+        return ""
 
     def close(self, timeout_s: float = 15.0) -> None:
         """Ask every process to end, side by side, those that start too; what does not is killed with the run."""

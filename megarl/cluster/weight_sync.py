@@ -78,16 +78,27 @@ class WeightSync:
                 self.rollout.still()
             metrics = {"sync/bytes": self._send(weight_version)}
             self.rollout.arrived()
-            if self.recipe.sync.verify == "hash":
-                metrics |= self._compare_hashes(weight_version)
-            if servers.holding():
-                metrics |= self.verify(weight_version)
+            metrics |= self._proved(weight_version)
         return {
             **metrics,
             "sync/weight_version": float(weight_version),
             "sync/servers": float(len(servers.servers)),
             **self._restarts(),
         }
+
+    def _proved(self, weight_version: int) -> dict[str, float]:
+        """That the weights arrived. Raises SyncError, with what servers wrote of those that they did not load."""
+        metrics: dict[str, float] = {}
+        try:
+            if self.recipe.sync.verify == "hash":
+                metrics |= self._compare_hashes(weight_version)
+            if self.rollout.servers.holding():
+                metrics |= self.verify(weight_version)
+        except SyncError as error:
+            if said := self.rollout.servers.failed_loads():
+                raise SyncError(f"{error}\n{said}") from error
+            raise
+        return metrics
 
     def again(self) -> None:
         """Send the last push's weights again, while samples are asked for: nobody who serves is left to answer.

@@ -57,6 +57,11 @@ def own_words(path: Path, lines: int = 15) -> str:
     return "\n".join(own[-lines:]) or f"(only warnings of libraries and the like, {len(said)} lines)"
 
 
+def lines_with(path: Path, pattern: re.Pattern[str], lines: int = 5) -> list[str]:
+    """The last lines of a log in which the pattern is found."""
+    return [line for line in _read(path) if pattern.search(line)][-lines:] if path.exists() else []
+
+
 def without_noise(lines: list[str]) -> list[str]:
     """The lines without those that mean nothing; blank ones go as well."""
     kept: list[str] = []

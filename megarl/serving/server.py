@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from megarl.core.log_tail import lines_with
 from megarl.core.platform import Platform
 from megarl.models.fp8_weights import quantization_settings
 from megarl.models.lora_served import ADAPTER, ServedLora
@@ -26,6 +28,9 @@ from megarl.serving.server_flags import OVERRIDES, SPARE_TOKENS, split_overrides
 # that, and a training step lasts longer: the first requests of the next step would be sent into closed connections.
 KEEP_ALIVE_S = 3600
 LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's own: without it a server refuses a context beyond the model's
+
+# How SGLang begins to say that a rank did not load weights. Its answer is its first rank's alone.
+FAILED_LOAD = re.compile(r"Failed to (update|receive) (weights|parameter)|weight updates are not supported")
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,11 @@ class ProcessPlace:
 
 class ServerProcess(ManagedProcess):
     """A running SGLang server."""
+
+    def failed_loads(self) -> str:
+        """What its log last says of weights that a rank of it could not load; empty where nothing."""
+        found = lines_with(self.command.log, FAILED_LOAD)
+        return "\n".join([f"--- of weights that were not loaded, in {self.command.log}:", *found]) if found else ""
 
     def __init__(self, name: str, spec: ServerSpec, platform: Platform, place: ProcessPlace) -> None:
         self.spec = spec

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.cluster.rollout import RolloutPool
 from megarl.cluster.weight_sync import WeightSync
+from megarl.core.errors import SyncError, WorkerDiedError
 from megarl.sync.fetch import Fetched
 from megarl.sync.sending import Sending, Versions
 from megarl.sync.session import SyncReport
@@ -70,6 +71,28 @@ def test_a_sync_sends_while_servers_are_still(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(sync, "verify", lambda _: {"verified": float(len(actor.calls("resume")))})
     metrics = sync._deliver(3)
     assert (metrics["sync/bytes"], metrics["verified"]) == (paused, paused)
+
+
+@pytest.mark.parametrize("said", ["", "--- in server_1.log: [TP1] Failed to update parameter online: out of memory"])
+def test_weights_that_did_not_arrive_are_told_with_what_servers_wrote_of_it(
+    monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    """SGLang answers for its first rank: what another could not load stands in its log alone."""
+    stage = Stage(FakeStarter())
+    pool, sending = pool_of(stage, "abort", beside=False), SimpleNamespace(transport="broadcast")
+    nobody: Any = None
+    sync = WeightSync("actor", nobody, nobody, pool, pool.recipe, sending)  # type: ignore[arg-type]
+    monkeypatch.setattr(sync, "_send", lambda _: 1.0)
+
+    def differs(version: int) -> dict[str, float]:
+        raise SyncError(f"Weight version {version} did not arrive as it was sent.")
+
+    monkeypatch.setattr(sync, "verify", differs)
+    stage.actor(0).answers["failed_loads"] = WorkerDiedError("it died meanwhile")
+    stage.actor(1).answers["failed_loads"] = said
+    with pytest.raises(SyncError) as raised:
+        sync._deliver(3)
+    assert str(raised.value) == "\n".join(filter(None, ["Weight version 3 did not arrive as it was sent.", said]))
 
 
 def test_a_version_that_is_fetched_again_has_the_bytes_that_it_was_written_with(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
 import pytest
 
 from megarl.core import log_tail
-from megarl.core.log_tail import last_lines, own_words
+from megarl.core.log_tail import last_lines, lines_with, own_words
 
 # As the logs of real runs have them.
 NOISE = """\
@@ -108,3 +109,10 @@ def test_a_long_log_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.Mon
     log = tmp_path / "log"
     log.write_text("".join(f"line {index}\n" for index in range(1000)))
     assert own_words(log, 50).splitlines() == [f"line {index}" for index in range(989, 1000)]
+
+
+def test_lines_that_are_looked_for(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert lines_with(log, re.compile("no")) == []
+    log.write_text("yes 1\nno\nyes 2\nno\nyes 3\n")
+    assert lines_with(log, re.compile("^yes"), 2) == ["yes 2", "yes 3"]

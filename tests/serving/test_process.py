@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import secrets
@@ -17,9 +18,11 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import DeadlineError, WorkerDiedError
+from megarl.core.platform import get_platform
 from megarl.core.process_state import started_at, stopped
 from megarl.sandbox.watch import usage
 from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port, kept_port, process_tree, start_all
+from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from tests.support.processes import ended
 
 CHILD = Path(__file__).with_name("http_child.py")
@@ -253,3 +256,21 @@ def test_a_kept_port_is_the_servers_alone(monkeypatch: pytest.MonkeyPatch) -> No
         first.close()
         with socket.create_connection(("127.0.0.1", port), timeout=5):
             pass
+
+
+def test_what_another_rank_of_a_server_could_not_load_is_found_in_its_log(tmp_path: Path) -> None:
+    """As SGLang writes it; its answer is its first rank's alone."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}))
+    spec = ServerSpec(tmp_path, "float32", tp=2)
+    server = ServerProcess(
+        "sglang server 0", spec, get_platform("cpu"), ProcessPlace(tmp_path / "logs", "key", temp=tmp_path)
+    )
+    assert server.failed_loads() == ""
+    log = server.command.log
+    log.parent.mkdir()
+    failed = (
+        "[2026-11-22 15:28:01 TP1] Failed to update parameter online: no room. The full weights are partially updated."
+    )
+    log.write_text(f"[2026-11-22 15:27:59 TP0] Prefill batch\n{failed}\n[2026-11-22 15:28:02 TP1] Prefill batch\n")
+    assert server.failed_loads() == f"--- of weights that were not loaded, in {log}:\n{failed}"
+    server.stop()
