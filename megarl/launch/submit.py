@@ -33,6 +33,9 @@ Say = Callable[[str], object]
 # What is left of a socket's path: /megarl-JOB-RESTART/session_DATE_TIME_MICROSECONDS_PID/sockets/plasma_store
 LONGEST_TEMP = 107 - len("/megarl-12345678-99/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 
+# Of sbatch's --signal: it refuses the job otherwise.
+MOST_GRACE_S = 65535
+
 # The option of sbatch's that names other clusters than the one that is here.
 OF_CLUSTERS = re.compile(r"--clusters?\b(?!-)|-M")
 
@@ -165,6 +168,10 @@ def _checked(
 
 
 def _check_times(options: SlurmOptions) -> None:
+    if options.grace_s > MOST_GRACE_S:
+        raise UserError(
+            f"--grace {options.grace_s} is more than SLURM takes: a job is told of its limit at most {MOST_GRACE_S} s before it."
+        )
     if options.time is None:
         return
     limit = slurm.seconds_of(options.time)

@@ -166,6 +166,11 @@ def test_servers_that_cannot_stand_on_the_ranks_need_gpus_of_their_own(
     [
         (SlurmOptions(time="4h"), "--time 4h is not a time limit"),
         (SlurmOptions(time="5", grace_s=300), r"--time 5 leaves nothing of the --grace of 300 s"),
+        (
+            SlurmOptions(time="3-0", grace_s=65536),
+            "--grace 65536 is more than SLURM takes: .* at most 65535 s before it",
+        ),
+        (SlurmOptions(grace_s=90000), "--grace 90000 is more than SLURM takes"),
         (SlurmOptions(temp=Path("scratch")), "--temp scratch: wanted is an absolute path"),
         (SlurmOptions(temp=Path("/local/scratch/of/somebody")), r"of at most 2\d characters"),
         (SlurmOptions(template=Path("nowhere")), "no job script at nowhere"),
