@@ -183,6 +183,7 @@ class Leader:
         """Returns the job's exit code."""
         for number in (STOP_SIGNAL, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})  # the job's script holds it back until now
         # A secret of this start, which every process inherits: it is on no command line and in no file.
         os.environ.pop("RAY_ADDRESS", None)  # of another Ray
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} | HEALTH_CHECKS | FEW_EVENTS

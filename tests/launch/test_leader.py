@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import sys
@@ -136,6 +137,25 @@ def test_a_request_to_stop_that_comes_before_the_driver_listens_reaches_it(tmp_p
     leader._signal(STOP_SIGNAL, None)
     found: Any = nodes
     assert leader._drive(found) == StoppedError.exit_code
+
+
+def test_a_request_to_stop_that_came_before_the_leader_listens_reaches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job's script holds it back until then."""
+    monkeypatch.setattr(os, "environ", {**os.environ})  # it has a secret written into it
+    numbers = (STOP_SIGNAL, signal.SIGTERM, signal.SIGINT)
+    before, mask = [signal.getsignal(each) for each in numbers], signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
+    leader = leader_of(tmp_path / "nowhere")
+    try:
+        os.kill(os.getpid(), STOP_SIGNAL)
+        with pytest.raises(MegarlError, match="'started' of job 7 could not be written"):
+            leader.run()
+        assert leader._events.get(timeout=5) == ("signal", STOP_SIGNAL, None)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(("restart", "code"), [(0, 3), (2, 4)])

@@ -35,7 +35,7 @@ def command(script: str, folder: Path) -> list[str]:
     """The words of the command that the script becomes, as bash splits them."""
     file = folder / "script"
     file.write_text(script.replace("exec ", "printf '%s\\n' "))
-    return subprocess.run(["bash", str(file)], capture_output=True, text=True, check=True).stdout.splitlines()
+    return subprocess.run(["bash", str(file), "held"], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def test_a_job_on_cpus_asks_for_nodes_and_says_what_a_node_has(tmp_path: Path) -> None:
@@ -56,6 +56,16 @@ def test_a_job_on_cpus_asks_for_nodes_and_says_what_a_node_has(tmp_path: Path) -
     assert words[words.index("--events") + 1] == "/shared/my runs/events.jsonl"
     assert words[words.index("--metrics") + 1] == "/shared/my runs/metrics.jsonl"
     assert words[driver + 2 :] == ["-m", "megarl", "train", "/shared/my runs/recipe.yaml", "--continue"]
+
+
+def test_a_request_to_stop_that_comes_while_the_job_is_set_up_waits_for_the_leader(tmp_path: Path) -> None:
+    """As one does that comes while Python loads; without it the script would end there, and the job be queued no more."""
+    listens = "import signal as s; s.signal(s.SIGUSR1, lambda *_: print('heard')); s.pthread_sigmask(s.SIG_UNBLOCK, {s.SIGUSR1})"
+    script = render(replace(JOB, setup="kill -USR1 $$; echo set up"))
+    file = tmp_path / "script"
+    file.write_text(script.replace("-m megarl.launch.leader", f'-c "{listens}"'))
+    done = subprocess.run(["bash", str(file)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split("\n")) == (0, ["set up", "heard", ""])
 
 
 def test_a_job_with_spares_outlives_a_node() -> None:
