@@ -44,10 +44,6 @@ class EnvironmentProcesses:
         """An environment, in the next process by turns."""
         return RemoteEnvironment(self, next(self._turns))
 
-    async def ready(self) -> None:
-        """Have all processes. Raises EnvironmentFailedError where one does not start."""
-        await asyncio.gather(*(self.process(index) for index in range(len(self._workers))))
-
     async def process(self, index: int) -> _Process:
         """One that is there. Raises EnvironmentFailedError where it does not start."""
         async with self._starting[index]:
@@ -72,6 +68,10 @@ class RemoteEnvironment:
         self._processes, self._index = processes, index
         self._process: _Process | None = None
         self._number = -1
+
+    async def ready(self) -> None:
+        """Have its process, whatever the others do. Raises EnvironmentFailedError where that does not start."""
+        await self._processes.process(self._index)
 
     async def start(self, row: EpisodeRow) -> Any:
         """Make the environment, and start it."""

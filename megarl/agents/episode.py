@@ -51,8 +51,8 @@ CLOSE_S = 10.0  # who cancels an episode waits for this
 class EpisodeSettings:
     """What all episodes of a run have in common; the budgets are the recipe's. rewards: whether the environment does.
 
-    processes: that `make` makes environments in; None: in this one. close: what environments have in common. split: whether
-    another sequence begins where the template rewrites earlier turns.
+    processes: that environments are made in, in the place of `make`; None: in this one. close: what environments have in common.
+    split: whether another sequence begins where the template rewrites earlier turns.
     """
 
     make: Make
@@ -85,7 +85,7 @@ class Episodes:
         maker = open_environment(agent)
         return cls(
             EpisodeSettings(
-                make=maker if processes is None else processes.make,
+                make=maker,
                 close=maker.close,
                 template=ChatTemplate(tokenizer, [] if tools is None else tools.schemas),
                 max_prompt_tokens=recipe.data.max_prompt_tokens,
@@ -104,8 +104,6 @@ class Episodes:
         """One episode. What the environment does wrong makes it a sample of Status.FAILED, as a server's failure does."""
         episode = _Episode(self._settings, attempt, asker)
         try:
-            if self._settings.processes is not None:
-                await self._settings.processes.ready()
             return await episode.play()
         except EnvironmentFailedError as error:
             return episode.tally.failed(f"the environment failed: {error}", error.trace, by_environment=True)
@@ -164,9 +162,12 @@ class _Episode:
         """The first messages as a prompt."""
         attempt, settings = self._attempt, self._settings
         told = episode_row(attempt)
+        remote = None if settings.processes is None else settings.processes.make()
+        if remote is not None:
+            await remote.ready()  # no deadline is for the start of a process
 
         async def start() -> list[Message]:
-            self._environment = settings.make()
+            self._environment = remote or settings.make()
             return check_start(await self._environment.start(told))
 
         first = await self._of_environment(start, "start")

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.agents import patience
 from megarl.agents.environment import Done, EnvironmentFailedError, EpisodeRow, Response
-from megarl.agents.environment_processes import EnvironmentProcesses
+from megarl.agents.environment_processes import EnvironmentProcesses, _Process
 from megarl.agents.environment_wire import Answer, Call
 from megarl.agents.environment_worker import _Worker
 from megarl.agents.environments.guess_number import GuessNumber
@@ -34,7 +34,7 @@ def played(
     environment: str, settings: dict[str, Any], *turns: str, workers: int, episodes: int = 1, **changes: Any
 ) -> list[Sample]:
     processes = EnvironmentProcesses(Agent(environment=environment, settings=settings, workers=workers))  # type: ignore[arg-type]
-    told = make_settings(processes.make, TOKENIZER, processes=processes, **changes)
+    told = make_settings(GuessNumber, TOKENIZER, processes=processes, **changes)
     samples = play(writing(*turns), told, TOKENIZER, indices=range(episodes))
     assert ended(process._process.pid for process in processes._workers if process is not None)
     return samples
@@ -118,7 +118,7 @@ def test_a_process_that_dies_costs_its_episodes_and_is_there_again(tmp_path: Pat
         )
         found: list[Any] = []
         try:
-            await processes.ready()
+            await processes.make().ready()
             for _ in range(2):
                 first, beside = processes.make(), processes.make()
                 for each in (first, beside):
@@ -130,13 +130,32 @@ def test_a_process_that_dies_costs_its_episodes_and_is_there_again(tmp_path: Pat
                     with pytest.raises(EnvironmentFailedError, match="its process ended by SIGKILL"):
                         await beside.step(Response("5", (5,), 0))
                 await first.close()
-                await processes.ready()
+                await processes.make().ready()
         finally:
             await processes.close()
         return found
 
     died, done = asyncio.run(asyncio.wait_for(go(), 60))
     assert died == "its process ended by SIGKILL" and isinstance(done, Done) and done.reward == 1.0
+
+
+def test_a_process_that_does_not_start_costs_its_own_episodes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts, start = [True, False, False], _Process.start
+
+    async def started(arguments: tuple[str, ...]) -> _Process:
+        if starts.pop(0):
+            return await start(arguments)
+        raise EnvironmentFailedError("an environments' process did not start")
+
+    monkeypatch.setattr(_Process, "start", started)
+    samples = blocking(tmp_path, workers=2, episodes=4)
+    assert sorted(sample.status.name for sample in samples) == ["COMPLETED", "COMPLETED", "FAILED", "FAILED"]
+    assert {sample.metadata.get("failure") for sample in samples} == {
+        None,
+        "the environment failed: an environments' process did not start",
+    }
 
 
 def test_one_that_ends_in_time_by_itself_has_no_deadline_there_either(tmp_path: Path) -> None:
@@ -152,7 +171,7 @@ def in_one_process(folder: Path, wrong: str, work: Callable[[EnvironmentProcesse
             Agent(environment="tests.agents.blocking:Blocking", settings=settings, workers=1)
         )
         try:
-            await processes.ready()
+            await processes.make().ready()
             await work(processes)
         finally:
             await processes.close()
