@@ -95,7 +95,8 @@ class Actor(Section):
     )
     micro_batch_tokens: PositiveInt = Field(
         16384,
-        description="most tokens of one forward pass, on one data-parallel rank; on cpu 2048 or a multiple, as samples need",
+        description="most tokens of one forward pass, on one data-parallel rank; beyond it each sequence is padded to a multiple "
+        "of 2 cp where cp is above 1, times tp with sequence_parallel; on cpu 2048 or a multiple, as samples need",
     )
     epochs: PositiveInt = Field(1, description="times that a step's samples are gone through")
     recompute: Recompute = Field(

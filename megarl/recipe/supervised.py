@@ -74,7 +74,9 @@ class SftActor(Section):
     parallel: Parallel = Parallel()
     optimizer: Optimizer = Optimizer()
     micro_batch_tokens: PositiveInt = Field(
-        16384, description="most tokens of one forward pass, on one data-parallel rank"
+        16384,
+        description="most tokens of one forward pass, on one data-parallel rank; beyond it each sequence is padded to a multiple "
+        "of 2 cp where cp is above 1, times tp with sequence_parallel",
     )
     recompute: Recompute = Field(
         "none", description="activations computed again in backward: none, selective (attention), full (whole layers)"
