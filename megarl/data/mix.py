@@ -65,11 +65,12 @@ class MixedCursor(Cursor):
         what: str,
         digests: Digests = NO_DIGESTS,
     ) -> None:
-        """sets: as of `rows_by_set`. shares: of each of them, in any unit. The rest: as of Cursor."""
-        self._sets = [np.asarray(rows) for rows in sets.values()]
+        """sets: as of `rows_by_set`, in whatever order. shares: of each of them, in any unit. The rest: as of Cursor."""
+        names = sorted(sets)  # a recipe that names them in another order is the same
+        self._sets = [np.asarray(sets[name]) for name in names]
         total = sum(map(len, self._sets))
-        self._counts = _rounded([shares[name] for name in sets], total)
-        mix = {name: shares[name] for name in sets}
+        self._counts = _rounded([shares[name] for name in names], total)
+        mix = {name: shares[name] for name in names}
         super().__init__(total, seed, shuffle=shuffle, what=what, digests=digests, mix=mix)
 
     def _order_of(self, epoch: int) -> IntArray:
@@ -86,12 +87,14 @@ class MixedCursor(Cursor):
     def _part(self, at: int, epoch: int) -> IntArray:
         """A set's rows of an epoch, in its own order."""
         rows, count = self._sets[at], self._counts[at]
-        passes, places = np.divmod(np.arange(epoch * count, (epoch + 1) * count), len(rows))
+        first, end = epoch * count, (epoch + 1) * count  # of all that it ever hands out
+        places: IntArray = np.arange(first, end) % len(rows)
+        if self._shuffle:
+            begun = first // len(rows)
+            passes = range(begun, -(-end // len(rows)))
+            orders = [np.random.default_rng((self._seed, each, at)).permutation(len(rows)) for each in passes]
+            places = np.concatenate(orders)[first - begun * len(rows) :][:count]
         found: IntArray = rows[places]
-        for each in np.unique(passes) if self._shuffle else ():
-            own = passes == each
-            order = np.random.default_rng((self._seed, int(each), at)).permutation(len(rows))
-            found[own] = rows[order[places[own]]]
         return found
 
 
