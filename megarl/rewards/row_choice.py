@@ -18,11 +18,11 @@ def grades_row(only: Only, fields: Mapping[str, Any]) -> bool:
     return all(_among(_found(fields, name), values) for name, values in only.items())
 
 
-def check_choice(reward: Reward, prompts: Sequence[Prompt], *, rewarded: bool, part: bool = False) -> None:
+def check_choice(reward: Reward, prompts: Sequence[Prompt], *, alone: Sequence[Prompt], part: bool = False) -> None:
     """Raises UserError for a grader that grades none of the rows, and a row that nothing rewards.
 
-    rewarded: whether something beside the graders rewards every row, such as an environment or a reward model. part: these are
-    not all rows of the run, and a grader may be for others.
+    alone: those of them that graders alone reward: no environment does, nor a reward model. part: these are not all rows of the
+    run, and a grader may be for others.
     """
     graders = reward.by_name()
     chosen = {name: settings.only for name, settings in graders.items() if settings.only}
@@ -34,7 +34,7 @@ def check_choice(reward: Reward, prompts: Sequence[Prompt], *, rewarded: bool, p
                 f"`reward.graders.{name}.only`: no row is so: {_nearest(only, prompts)} Correct or remove it."
             )
     counting = [settings.only for settings in graders.values() if settings.weight != 0]
-    for prompt in () if rewarded else prompts:
+    for prompt in alone:
         if not any(grades_row(only, prompt.metadata) for only in counting):
             raise UserError(
                 f"{prompt.id}: no grader with a weight grades this row, and it would have no reward: "

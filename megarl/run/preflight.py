@@ -141,7 +141,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         )
     digests = digests_of(prompts.prompts, recipe.data)
     held_out, notes = _eval_rows(recipe, model, tool_tokens)
-    check_graded(recipe, prompts.prompts, held_out)
+    check_graded(recipe, prompts.prompts, held_out, sets)
     notes = (
         *staleness_notes(recipe),
         *learning_notes(recipe),

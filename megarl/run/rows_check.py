@@ -8,6 +8,7 @@ from pathlib import Path
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, TokenArray
 from megarl.data.chat import load_tokenizer
+from megarl.data.mix import RowsBySet
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.rows import place_of
 from megarl.models.config import ModelConfig
@@ -59,13 +60,18 @@ def check_sets(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def check_graded(recipe: Recipe, prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> None:
+def check_graded(
+    recipe: Recipe, prompts: Sequence[Prompt], held_out: Sequence[Prompt], sets: RowsBySet | None = None
+) -> None:
     """Raises UserError for graders without rows and rows without graders, and where eval.grader does not grade all held-out ones.
 
-    prompts: to train on; an evaluation has none.
+    prompts: to train on; an evaluation has none. sets: which of them data.mix gives a share; without any, all are trained on.
     """
-    beside = recipe.reward_model is not None or (recipe.agent is not None and recipe.agent.rewards)
-    check_choice(recipe.reward, [*prompts, *held_out], rewarded=beside, part=not prompts)
+    trained = [prompts[at] for rows in sets.values() for at in rows] if sets else prompts
+    if recipe.reward_model is not None and recipe.reward_model.weight != 0:
+        trained = ()  # it rewards these, and is not asked of held-out ones
+    alone = () if recipe.agent is not None and recipe.agent.rewards else (*trained, *held_out)
+    check_choice(recipe.reward, [*prompts, *held_out], alone=alone, part=not prompts)
     grader = recipe.eval.grader
     if grader is not None and (row := first_ungraded(recipe.reward, grader, held_out)) is not None:
         raise UserError(

@@ -54,20 +54,20 @@ def test_a_grader_without_rows_is_named_with_what_rows_say() -> None:
     given = rows({"source": "maths"}, {"source": "code"})
     says = r"`reward\.graders\.b\.only`: no row is so: wanted is 'math' in 'source', where they have 'code', 'maths' "
     with pytest.raises(UserError, match=rf"{says}\(did you mean 'maths'\?\)"):
-        check_choice(reward(a={}, b={"source": "math"}), given, rewarded=False)
-    check_choice(reward(a={}, b={"source": "math"}), given, rewarded=False, part=True)
+        check_choice(reward(a={}, b={"source": "math"}), given, alone=given)
+    check_choice(reward(a={}, b={"source": "math"}), given, alone=given, part=True)
 
 
 def test_a_row_without_graders_is_named_unless_something_else_rewards_it() -> None:
     given, settings = rows({"source": "math"}, {"source": "chat"}), reward(a={"source": "math"})
     with pytest.raises(UserError, match=r"a\.jsonl:2: no grader with a weight grades this row, .*'source' is 'chat'"):
-        check_choice(settings, given, rewarded=False)
-    check_choice(settings, given, rewarded=True)
+        check_choice(settings, given, alone=given)
+    check_choice(settings, given, alone=())
     measured = Reward.model_validate(
         {"graders": {**settings.model_dump()["graders"], "b": {"kind": "rule", "fn": "exact", "weight": 0.0}}}
     )
     with pytest.raises(UserError, match=r"a\.jsonl:2: no grader with a weight"):
-        check_choice(measured, given, rewarded=False)
+        check_choice(measured, given, alone=given)
 
 
 def test_the_first_row_that_a_grader_leaves_out_is_found() -> None:

@@ -307,6 +307,34 @@ def test_rows_that_no_grader_is_for_are_named_and_those_held_out_as_well(place: 
         run(place, GRADERS, f"data.eval={held_out}")
 
 
+def test_a_reward_model_rewards_rows_that_are_trained_on_alone_and_only_where_it_has_a_weight(place: Place) -> None:
+    """Nobody asks it of held-out answers: without a grader they would all be wrong."""
+    ids = np.array([1], np.int32)
+    [word, verse] = (
+        Prompt(f"a.jsonl:{at}", ids, "1", "1", {"kind": kind}) for at, kind in enumerate(("word", "verse"))
+    )
+    graders = "reward.graders={exact: {kind: rule, fn: exact, only: {kind: word}}}"
+    scored, measured = (
+        load_recipe(place.recipe, [graders, "reward_model.path=tiny", f"reward_model.weight={weight}"]).recipe
+        for weight in (1, 0)
+    )
+    check_graded(scored, [word, verse], [word])
+    with pytest.raises(UserError, match=r"a\.jsonl:1: no grader with a weight"):
+        check_graded(scored, [word], [verse])
+    with pytest.raises(UserError, match=r"a\.jsonl:1: no grader with a weight"):
+        check_graded(measured, [word, verse], [])
+
+
+def test_rows_of_a_set_without_a_share_need_no_grader_and_a_grader_may_be_for_them(place: Place) -> None:
+    place.write_rows(*({"prompt": f"{n}+1", "answer": "1", "kind": ("sum", "verse")[n % 2]} for n in range(12)))
+    math = "reward.graders={math: {kind: rule, fn: math, only: {kind: sum}}}"
+    mix = ("data.mix={sum: 1, verse: 0}", "data.mix_key=kind")
+    run(place, math, *mix)
+    run(place, math.replace("}}}", "}}, exact: {kind: rule, fn: exact, only: {kind: verse}}}"), *mix)
+    with pytest.raises(UserError, match="no grader with a weight grades this row"):
+        run(place, math, "data.mix={sum: 1, verse: 1}", "data.mix_key=kind")
+
+
 def test_tools_alone_reward_no_row(place: Place) -> None:
     """An environment does, so that a row may be without a grader there."""
     ids = np.array([1], np.int32)
