@@ -26,6 +26,7 @@ from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import dump_yaml
 from megarl.report.history import METRICS_FILE
 from megarl.run.ending import SUBMITTED_BY, writing
+from megarl.run.epochs import counts_rows, with_steps
 from megarl.run.lock import locked
 from megarl.run.preflight import check_start, preflight, preflight_supervised
 
@@ -157,9 +158,9 @@ def _checked(
     if not dry_run:
         _refuse_second(loaded.recipe.run.folder)
     run = loaded.recipe.run.folder
-    if names_of(loaded.recipe):
+    if names_of(loaded.recipe) or counts_rows(loaded.recipe):
         check_start(loaded.recipe, resume=resume, here=False)
-    loaded = localize(loaded, read_model, say, run=run if resume else None)
+    loaded = with_steps(localize(loaded, read_model, say, run=run if resume else None))
     if kind is Recipe:
         checked = preflight(loaded.recipe, sources=loaded.sources, resume=resume, here=False)
     else:

@@ -360,7 +360,7 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "critic.warmup_steps",
-        lambda r, _: r.critic is not None and r.critic.warmup_steps >= r.train.steps,
+        lambda r, _: r.critic is not None and 0 < r.train.steps <= r.critic.warmup_steps,
         lambda r: (
             f"the actor would never learn: the run has {r.train.steps} steps. Set it to at most {r.train.steps - 1}"
         ),

@@ -23,7 +23,7 @@ class BatchPlan:
 
     prompts: groups in one step (supervised: rows). mini_batch_samples: samples of one optimizer step.
     longest: most tokens of what a micro-batch has to hold whole. devices: of the actor's pool, given by the key `given_by`.
-    parallel: the actor's. shards: that a step is assigned in.
+    parallel: the actor's. shards: that a step is assigned in. steps: 0 where the recipe has epochs, and no rows are counted yet.
     epochs: times that a step's samples are gone through. still: first steps in which the actor stands still.
     critic_epochs: times that a critic goes through them. rows: what a supervised run's rows are, in the singular.
     """
@@ -85,11 +85,12 @@ class BatchPlan:
         else:
             step = f"{self.prompts} prompts x {self.samples_per_prompt} samples = {self.samples} samples"
         epochs = f", {self.epochs} times" if self.epochs > 1 else ""
+        known = f"{self.steps} steps, {self.optimizer_steps} optimizer steps"
+        length = known if self.steps else "steps: as train.epochs says"
         return (
             f"each step: {step} -> {_count(self.mini_batches, 'mini-batch', 'mini-batches')} of "
             f"{self.mini_batch_samples}{epochs} -> micro-batches of at most {self.micro_batch_tokens:,} tokens "
-            f"on {_count(self.devices, 'device', 'devices')} (dp {self.dp} x {_axes(self.parallel)}); "
-            f"{self.steps} steps, {self.optimizer_steps} optimizer steps"
+            f"on {_count(self.devices, 'device', 'devices')} (dp {self.dp} x {_axes(self.parallel)}); {length}"
         )
 
 
@@ -148,7 +149,7 @@ def _warmup_problems(recipe: AnyRecipe, plan: BatchPlan) -> list[str]:
         f"{role}.optimizer.{_warmup_key(optimizer)} leaves nothing after warm-up: "
         f"the {role} makes {steps} optimizer steps. Set it to at most {steps - 1 if optimizer.warmup_steps else 0}."
         for role, (optimizer, steps) in learning.items()
-        if optimizer.warmup_of(steps) >= steps
+        if plan.steps and optimizer.warmup_of(steps) >= steps
     ]
 
 

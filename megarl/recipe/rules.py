@@ -81,6 +81,11 @@ UNREAD_RULES: tuple[Unread, ...] = (
         for keys in SEARCHED_KEYS
     ),
     Unread(
+        ("train.epochs",),
+        lambda r, _: r.train.steps == 0,
+        "train.steps says how long the run is: remove that one, or set it to 0",
+    ),
+    Unread(
         ("train.async_save",),
         lambda r, _: r.train.save_every is not None,
         "the only checkpoint is that of the last step, beside which nothing goes on: set train.save_every",
@@ -287,6 +292,11 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
             "all that grades has weight 0, so that every reward would be 0. Give a grader, or the reward model, another weight"
         ),
         (Recipe,),
+    ),
+    Contradiction(
+        "train.steps",
+        lambda r, _: r.train.steps == 0 and r.train.epochs is None,
+        lambda _: "nothing says how long the run is. Set it, or train.epochs, to more than 0",
     ),
     Contradiction(
         "train.keep_best",

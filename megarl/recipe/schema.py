@@ -18,7 +18,7 @@ from megarl.recipe.placement import Placement
 from megarl.recipe.reward import Reward
 from megarl.recipe.roles import Actor, Critic, Reference, RewardModel, ServerPart, Teacher
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
-from megarl.recipe.section import PositiveFloat, PositiveInt, Section, UserPath
+from megarl.recipe.section import Epochs, PositiveFloat, PositiveInt, Section, Steps, UserPath
 from megarl.recipe.servers import ExternalServers, Servers
 from megarl.recipe.supervised import SupervisedRecipe
 
@@ -248,7 +248,8 @@ class Eval(Section):
 class Train(Section):
     """How long, and what is kept."""
 
-    steps: PositiveInt = Field(description="rollout-and-update steps")
+    steps: Steps = Field(0, description="rollout-and-update steps; 0: as train.epochs says")
+    epochs: Epochs = None
     save_every: PositiveInt | None = Field(None, description="steps between checkpoints; default: only at the end")
     keep_last: PositiveInt = Field(2, description="newest checkpoints kept")
     async_save: bool = Field(

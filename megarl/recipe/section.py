@@ -14,6 +14,12 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Recompute = Literal["none", "selective", "full"]
+# How long a run is: one of the two. Epochs are steps once the rows are counted (run/epochs).
+Steps = Annotated[int, Field(ge=0)]
+Epochs = Annotated[
+    PositiveFloat | None,
+    Field(description="times through the rows, in the place of train.steps: as many steps as are whole in them"),
+]
 
 
 def _expand_home(path: Path) -> Path:

@@ -10,7 +10,7 @@ from megarl.recipe.dataset import DataSet
 from megarl.recipe.keep import KeepBest
 from megarl.recipe.roles import Lora, Optimizer, Parallel, Part, Reference
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
-from megarl.recipe.section import PositiveFloat, PositiveInt, Recompute, Section
+from megarl.recipe.section import Epochs, PositiveFloat, PositiveInt, Recompute, Section, Steps
 
 
 class RowData(DataSet):
@@ -54,7 +54,8 @@ class HeldOut(Section):
 class SftTrain(Section):
     """Length and batch of supervised training."""
 
-    steps: PositiveInt = Field(description="optimizer steps")
+    steps: Steps = Field(0, description="optimizer steps; 0: as train.epochs says")
+    epochs: Epochs = None
     batch_samples: PositiveInt = Field(description="rows in one optimizer step: demonstrations, or pairs")
     save_every: PositiveInt | None = Field(None, description="steps between checkpoints; default: only at the end")
     keep_last: PositiveInt = Field(2, description="newest checkpoints kept")

@@ -29,6 +29,7 @@ from megarl.report.curve import draw_curve
 from megarl.report.history import METRICS_FILE, best_steps
 from megarl.report.writers import Writers, open_writers
 from megarl.run.ending import ending, writing
+from megarl.run.epochs import counts_rows, with_steps
 from megarl.run.exported import EXPORT, note_export, note_older_export
 from megarl.run.lock import check_unlocked, locked
 from megarl.run.preflight import CHECKPOINTS, check_start
@@ -158,12 +159,15 @@ def resumes(folder: Path, resume: bool, go_on: bool) -> bool:
 
 
 def found(loaded: Loaded[R], resume: bool, go_on: bool) -> tuple[Loaded[R], bool]:
-    """The recipe with what its names stand for, and whether the run goes on from a checkpoint. Raises UserError."""
+    """The recipe with what its names and its epochs stand for, and whether the run goes on from a checkpoint.
+
+    Raises UserError.
+    """
     folder = loaded.recipe.run.folder
     resume = resumes(folder, resume, go_on)
-    if names_of(loaded.recipe):  # what can be refused without them is refused before anything is downloaded
+    if names_of(loaded.recipe) or counts_rows(loaded.recipe):  # what can be refused before that, is
         check_start(loaded.recipe, resume=resume, forgets=go_on)
-    return localize(loaded, read_model, say, run=folder if resume else None), resume
+    return with_steps(localize(loaded, read_model, say, run=folder if resume else None)), resume
 
 
 def handles_of(session: Any, rollout: Rollout, sync: WeightSync, recorder: Recorder, timer: PhaseTimer) -> Handles:

@@ -63,6 +63,7 @@ HARMLESS = (
     "rollout.tp",
     "sync",
     "train.async_save",
+    "train.epochs",
     "train.journal",
     "train.journal_keep",
     "train.keep_best",

@@ -115,7 +115,7 @@ def preflight(
 
     sources: where its values were given (`Loaded.sources`). here: the run's devices are this machine's.
     """
-    with _reading():
+    with reading():
         return _preflight(recipe, sources, check_start(recipe, resume=resume, forgets=forgets, here=here), here)
 
 
@@ -161,7 +161,7 @@ def preflight_eval(recipe: Recipe) -> Preflight:
     """Check an evaluation, `megarl eval`: no training data is read, and the run's folder is not gone into. Raises UserError."""
     if recipe.data.eval is None:
         raise UserError("There is nothing to evaluate on: set data.eval to a file of held-out rows.")
-    with _reading():
+    with reading():
         plan = plan_batches(recipe)
         _check_writable(recipe.run.folder)
         platform = check_devices(recipe)
@@ -180,7 +180,7 @@ def preflight_supervised(
     recipe: SupervisedRecipe, *, resume: bool = False, forgets: bool = False, here: bool = True
 ) -> Preflight:
     """Check a run of `megarl sft`, `rm` or `dpo`, as `preflight` does. Raises UserError for the first thing that is wrong."""
-    with _reading():
+    with reading():
         return _preflight_supervised(recipe, check_start(recipe, resume=resume, forgets=forgets, here=here))
 
 
@@ -229,17 +229,18 @@ def _rows_again(recipe: SupervisedRecipe, rows: int) -> tuple[str, ...]:
 def check_run_folder(folder: Path, steps: int, *, resume: bool, forgets: bool = False) -> Committed | None:
     """A new run needs a folder without results, a resumed one a checkpoint, which is returned, and steps left.
 
-    forgets: only an exported model is a result. Of the checkpoint's files only sizes are looked at. Raises UserError.
+    steps: of the run; 0 is not known yet. forgets: only an exported model is a result. Of the checkpoint's files only sizes are
+    looked at. Raises UserError.
     """
     if resume:
         checkpoints = Checkpoints(folder / CHECKPOINTS, keep_last=1)
         whole = checkpoints.committed()
         committed = whole[-1] if whole else checkpoints.latest()
         done = committed.step
-        if done >= steps and exported_step(folder, done) == done:
+        if 0 < steps <= done and exported_step(folder, done) == done:
             raise UserError(
                 f"{folder} has already done {done} steps, and train.steps is {steps}: nothing is left to do. "
-                f"Raise train.steps to go on; to have its models written anew, remove {folder / EXPORT}."
+                f"Raise train.steps, or train.epochs, to go on; to have its models written anew, remove {folder / EXPORT}."
             )
         _check_writable(folder)
         return committed
@@ -277,7 +278,7 @@ def _check_writable(folder: Path) -> None:
 
 
 @contextmanager
-def _reading() -> Iterator[None]:
+def reading() -> Iterator[None]:
     """What the system refuses while a run's inputs are looked at is the user's to mend. Raises UserError."""
     try:
         yield

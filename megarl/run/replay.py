@@ -26,6 +26,7 @@ from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
 from megarl.report.history import METRICS_FILE, Row, read_history
 from megarl.run.begin import finish, handles_of, opened, say
+from megarl.run.epochs import with_steps
 from megarl.run.journal import changes
 from megarl.run.preflight import RESULTS, preflight
 from megarl.run.recorder import Devices, Recorder
@@ -78,7 +79,7 @@ def run_replay(
     replay = find_replay(folder, from_step, to_step)
     recorded = localize(load_recipe(folder / RECIPE_FILE, (), Recipe), read_model, say, run=folder)
     changed = load_recipe(folder / RECIPE_FILE, overrides, Recipe, recorded=True)
-    loaded = localize(changed, read_model, say, run=folder)
+    loaded = with_steps(localize(changed, read_model, say, run=folder))
     check_model(recorded.recipe, loaded.recipe, replay.start)
     check_greedy(recorded.recipe, loaded.recipe)
     if replay.last > loaded.recipe.train.steps:

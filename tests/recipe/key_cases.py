@@ -82,6 +82,7 @@ COMMON: dict[str, Sequence[str]] = {
         "train",
         {
             "steps": ["4"],
+            "epochs": ["3"],
             "save_every": ["1"],
             "keep_last": ["1"],
             "async_save": ["true"],
@@ -344,6 +345,7 @@ _TOOLS = (f"agent.tools=['{OWN}:look']", "agent.tool_parser=qwen25", "agent.turn
 _HARNESS = (f"agent.function={OWN}:converse", "rollout.max_response_tokens=100", "data.max_prompt_tokens=340")
 _ASYNCHRONOUS = ("rollout.max_staleness=1",)
 _BEST = ("train.steps=4", "train.save_every=1", "train.keep_last=1", "eval.every=1")
+_EPOCHS = ("train.steps=0", "train.epochs=2")
 _SEARCH = "placement.name=colocate"
 _DISTILL = ("algorithm.policy_loss=distill", _TEACHER)
 
@@ -417,6 +419,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "scored": [_SCORED],
         "scored tokens": [_SCORED, "algorithm.advantage=gae"],
         "saves": ["train.save_every=1"],
+        "by epochs": _EPOCHS,
         "bfloat16": ["model.dtype=bfloat16"],
         "cuda": _CUDA,
         "bfloat16 on cuda": [*_CUDA, f"model.path={ROOT}/wide"],
@@ -443,6 +446,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
             "experts": [_MOE],
             "adapters": ["actor.lora={}", *([f"model.path={ROOT}/scored"] if command == "rm" else [])],
             "saves": ["train.save_every=1"],
+            "by epochs": _EPOCHS,
             "wandb": ["report.wandb={}"],
             **_role_contexts("actor"),
             **_optimizer_contexts("actor"),
@@ -515,6 +519,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "sync.lora": ("plain", "adapters"),
     "train": ("plain", "saves"),
     "train.keep_best": ("plain", "best"),
+    "train.epochs": ("plain", "by epochs"),
     "dpo": ("plain", "ipo"),
     "report": ("plain", "wandb"),
 }

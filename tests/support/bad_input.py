@@ -209,7 +209,7 @@ RECIPE_KEYS = (
         spoil=lambda p: p.recipe.write_text(p.recipe.read_text() + "  stepz: 3\n"),
     ),
     Bad("unknown key on the command line", ("`rollout.temprature` (on the command line)",), ("rollout.temprature=1",)),
-    Bad("wrong type", ("`train.steps`", '"many" (text)', "a whole number over 0"), ("train.steps=many",)),
+    Bad("wrong type", ("`train.steps`", '"many" (text)', "a whole number at least 0"), ("train.steps=many",)),
     Bad(
         "not YAML",
         ("{root}/recipe.yaml:13", "not YAML"),
