@@ -21,6 +21,12 @@ def _held_out(name: str) -> str:
     return name
 
 
+def pass_counts(samples_per_prompt: int) -> list[int]:
+    """Every K of the eval/pass_at_K that so many answers to a prompt give: 2, 4, 8 ... and all of them."""
+    powers = (2**power for power in range(1, samples_per_prompt.bit_length()))
+    return sorted({samples_per_prompt, *powers} - {1})
+
+
 class KeepBest(Section):
     """Checkpoints that are kept because none were better, beside the newest."""
 

@@ -8,6 +8,7 @@ from megarl.recipe.agent_rules import AGENT_CONTRADICTIONS, AGENT_UNREAD, score_
 from megarl.recipe.algorithm_rules import ALGORITHM_CONTRADICTIONS, ALGORITHM_UNREAD
 from megarl.recipe.dataset import is_set
 from megarl.recipe.functions import Asked
+from megarl.recipe.keep_rules import KEEP_CONTRADICTION
 from megarl.recipe.reward import Rule
 from megarl.recipe.role_rules import ROLE_CONTRADICTIONS, ROLE_UNREAD
 from megarl.recipe.rollout_rules import SERVER_CONTRADICTIONS, SERVER_UNREAD, longest_served, served_parts
@@ -298,17 +299,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda r, _: r.train.steps == 0 and r.train.epochs is None,
         lambda _: "nothing says how long the run is. Set it, or train.epochs, to more than 0",
     ),
-    Contradiction(
-        "train.keep_best",
-        lambda r, _: (
-            r.train.keep_best is not None and r.train.keep_best.metric.startswith("eval/") != isinstance(r, Recipe)
-        ),
-        lambda r: (
-            f"{r.train.keep_best.metric} is of another kind of run, and this one never writes it. Name one of its own "
-            "(docs/metrics.md), such as "
-            + ("eval/accuracy" if isinstance(r, Recipe) else "sft/eval_loss, rm/eval_accuracy or dpo/eval_accuracy")
-        ),
-    ),
+    KEEP_CONTRADICTION,
     Contradiction(
         "data.mix",
         lambda r, _: bool(r.data.mix) and not any(r.data.mix.values()),

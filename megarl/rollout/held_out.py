@@ -9,6 +9,7 @@ import numpy as np
 
 from megarl.core.errors import MegarlError
 from megarl.core.types import EvalResult
+from megarl.recipe.keep import pass_counts
 from megarl.recipe.schema import Recipe
 from megarl.rollout.episode_metrics import eval_metrics
 from megarl.rollout.step_metrics import describe_failures, refuse_grades
@@ -72,7 +73,7 @@ def _pass_rates(group: str, right: np.ndarray, samples: int) -> dict[str, float]
     """
     num_right = np.bincount(right.reshape(-1, samples).sum(axis=1), minlength=samples + 1)  # prompts by right answers
     found = {}
-    for count in sorted({samples, *(2**power for power in range(1, samples.bit_length()))} - {1}):
+    for count in pass_counts(samples):
         misses = [math.comb(samples - each, count) / math.comb(samples, count) for each in range(samples + 1)]
         found[f"{group}/pass_at_{count}"] = 1 - float(num_right @ misses) / num_right.sum()
     return found

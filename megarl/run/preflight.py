@@ -45,7 +45,7 @@ from megarl.run.devices import check_devices, check_room_beside
 from megarl.run.exported import EXPORT, exported_step
 from megarl.run.model_check import check_experts, check_head, check_lora, end_notes
 from megarl.run.resume_check import check_resumed
-from megarl.run.rows_check import check_graded, check_sets, check_tokens, checked_prompts, row_notes
+from megarl.run.rows_check import check_best, check_graded, check_sets, check_tokens, checked_prompts, row_notes
 from megarl.run.servers_check import check_servers
 from megarl.training.run_checkpoints import Checkpoints, Committed
 
@@ -141,6 +141,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         )
     digests = digests_of(prompts.prompts, recipe.data)
     held_out, notes = _eval_rows(recipe, model, tool_tokens)
+    check_best(recipe, held_out)
     check_graded(recipe, prompts.prompts, held_out, sets)
     notes = (
         *staleness_notes(recipe),

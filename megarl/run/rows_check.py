@@ -12,6 +12,7 @@ from megarl.data.mix import RowsBySet
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.rows import place_of
 from megarl.models.config import ModelConfig
+from megarl.recipe.keep_rules import set_of
 from megarl.recipe.schema import Recipe
 from megarl.rewards.check import compares_answers
 from megarl.rewards.row_choice import check_choice, first_ungraded
@@ -41,7 +42,7 @@ def check_tokens(path: Path, rows: Iterable[tuple[str, TokenArray]], model: Mode
 
 
 def check_sets(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
-    """Raises UserError where held-out rows do not say which set they are of, or are of too many to tell apart."""
+    """Raises UserError where held-out rows do not say which set they are of, or or are of too many to tell apart."""
     key, sets = recipe.eval.set_key, set()
     if key is None:
         return
@@ -57,6 +58,19 @@ def check_sets(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
         raise UserError(
             f"{path}: the field {key!r}, which eval.set_key names, has {len(sets)} different values, such as {min(sets)!r} and "
             f"{max(sets)!r}: each would be a set with metrics of its own, at most {MOST_SETS}. Name another field."
+        )
+
+
+def check_best(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
+    """Raises UserError where checkpoints are to be kept by a set of held-out rows that has none."""
+    metric = recipe.train.keep_best.metric if recipe.train.keep_best is not None else ""
+    key, name = recipe.eval.set_key, set_of(metric)
+    sets = {prompt.metadata[key] for prompt in prompts} if key is not None else set()
+    if name is not None and name not in sets:
+        raise UserError(
+            f"`train.keep_best.metric` is {metric}, and no held-out row of {recipe.data.eval} is of the set {name!r}, by its "
+            f"field {key!r} (eval.set_key). Sets that there are: {', '.join(sorted(sets))}. Name one of them, or remove "
+            "train.keep_best."
         )
 
 

@@ -544,11 +544,17 @@ NEVER: dict[str, dict[str, str]] = {
         ),
     },
     **{
-        command: dict.fromkeys(
-            ("cluster.file", "deadlines.rollout_s", "deadlines.sync_s", "deadlines.answer_s", "report.samples"),
-            _OF_TRAIN,
+        command: {
+            **dict.fromkeys(
+                ("cluster.file", "deadlines.rollout_s", "deadlines.sync_s", "deadlines.answer_s", "report.samples"),
+                _OF_TRAIN,
+            ),
+            **own,
+        }
+        for command, own in (
+            ("sft", {"train.keep_best.metric": "demonstrations have one, sft/eval_loss, and no other to choose"}),
+            ("rm", {}),
         )
-        for command in ("sft", "rm")
     },
     "dpo": dict.fromkeys(
         (

@@ -300,7 +300,28 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["algorithm.truncated=mask", "algorithm.advantage=opo"], "goes by trained tokens, of which an answer"),
         (
             ["train={save_every: 1, keep_best: {metric: sft/eval_loss}}", "data.eval=e.jsonl", "eval.every=1"],
-            "sft/eval_loss is of another kind of run",
+            "sft/eval_loss is no metric that this run writes, and none would be the best by it. Name one of eval/acc",
+        ),
+        *(
+            (
+                [
+                    f"train={{save_every: 1, keep_best: {{metric: {metric}}}}}",
+                    "data.eval=e.jsonl",
+                    "eval.every=1",
+                    *given,
+                ],
+                f"{metric} is no metric that this run writes",
+            )
+            for metric, *given in (
+                ("eval/pass_at_8",),
+                ("eval/pass_at_8", "eval.samples_per_prompt=4", "eval.temperature=1.0"),
+                ("eval/pass_at_3", "eval.samples_per_prompt=4", "eval.temperature=1.0"),
+                ("eval/set/aime/accuracy",),
+                ("eval/set/a/b/pass_at_8", "eval.set_key=source"),
+                ("eval/turns_mean",),
+                ("eval/by/score",),
+                ("perf/eval_s",),
+            )
         ),
         (["data.mix={math: 0}"], "all of its shares are 0"),
         (["train.steps=0"], "nothing says how long the run is. Set it, or train.epochs"),
@@ -359,6 +380,21 @@ def test_values_that_contradict_each_other(recipe_file: Path, overrides: list[st
     with pytest.raises(UserError) as caught:
         load_recipe(recipe_file, overrides)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("metric", "given"),
+    [
+        ("eval/truncated", []),
+        ("eval/pass_at_2", ["eval.samples_per_prompt=3", "eval.temperature=1.0"]),
+        ("eval/pass_at_3", ["eval.samples_per_prompt=3", "eval.temperature=1.0"]),
+        ("eval/set/a/b/pass_at_8", ["eval.set_key=source", "eval.samples_per_prompt=8", "eval.temperature=1.0"]),
+        ("eval/by/score", ["agent.environment=maze"]),
+    ],
+)
+def test_the_best_may_be_known_by_whatever_the_run_writes(recipe_file: Path, metric: str, given: list[str]) -> None:
+    best = [f"train={{save_every: 1, keep_best: {{metric: {metric}}}}}", "data.eval=e.jsonl", "eval.every=1"]
+    assert load_recipe(recipe_file, [*best, *given])
 
 
 def test_flags_of_the_server_that_megarl_does_not_set_are_welcome(recipe_file: Path) -> None:

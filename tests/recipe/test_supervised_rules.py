@@ -41,6 +41,29 @@ def test_held_out_rows_are_for_every_kind(sft_file: Path, rm_file: Path, kind: A
         load_recipe(file, ["eval.every=5"], kind)
 
 
+BEST = ("data.eval=held_out.jsonl", "eval.every=2", "train.save_every=2")
+
+
+@pytest.mark.parametrize("metric", ["rm/eval_score", "dpo/eval_margin", "sft/eval_loss", "eval/accuracy"])
+def test_the_best_is_known_by_what_this_kind_of_run_writes(
+    sft_file: Path, rm_file: Path, dpo_file: Path, metric: str
+) -> None:
+    files: dict[str, tuple[Path, Any]] = {
+        "sft": (sft_file, SftRecipe),
+        "rm": (rm_file, RmRecipe),
+        "dpo": (dpo_file, DpoRecipe),
+    }
+    for name, (file, kind) in files.items():
+        given = [*BEST, f"train.keep_best={{metric: {metric}}}"]
+        if metric.startswith(name):
+            assert load_recipe(file, given, kind)
+            continue
+        with pytest.raises(
+            UserError, match=rf"{metric} is no metric that this run writes.*Name one of {name}/eval_loss"
+        ):
+            load_recipe(file, given, kind)
+
+
 def test_a_reference_under_adapters_has_no_layout_of_its_own(dpo_file: Path) -> None:
     with pytest.raises(UserError, match=r"Remove reference\.parallel"):
         load_recipe(dpo_file, ["actor.lora={}", "reference.parallel.tp=1"], DpoRecipe)

@@ -284,6 +284,12 @@ def test_held_out_rows_say_which_set_they_are_of(place: Place) -> None:
     with pytest.raises(UserError, match=r"its field 'sauce', .*, is None"):
         run(place, key[0], "eval.set_key=sauce")
     assert run(place, *key, "eval.max_prompts=2").eval_rows == 2
+    best = "train={save_every: 1, keep_best: {metric: eval/set/openai/gsm8k/accuracy}}"
+    write("openai/gsm8k", "aime")
+    assert run(place, *key, best, "eval.every=1").eval_rows == 2
+    write("gsm8k", "aime")
+    with pytest.raises(UserError, match=r"no held-out row of .* is of the set 'openai/gsm8k'.*there are: aime, gsm8k"):
+        run(place, *key, best, "eval.every=1")
     write(*map(str, range(65)))
     with pytest.raises(UserError, match=r"has 65 different values, such as '0' and '9': .* at most 64"):
         run(place, *key)

@@ -1,0 +1,50 @@
+"""The rule about train.keep_best: a metric that the run writes, or else no checkpoint would ever be the best."""
+
+from __future__ import annotations
+
+import re
+
+from megarl.core.metrics import METRICS, row_of
+from megarl.recipe.keep import pass_counts
+from megarl.recipe.rule import Contradiction
+from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.supervised import DpoRecipe, RmRecipe
+
+_SET = "eval/set/"
+_OF_AGENTS = ("eval/turns_mean", "eval/by/NAME")
+
+
+def set_of(metric: str) -> str | None:
+    """The set of held-out rows that a metric is of; None where it is of all. A set's name may have slashes."""
+    return metric.removeprefix(_SET).rpartition("/")[0] if metric.startswith(_SET) else None
+
+
+def held_out_metrics(recipe: AnyRecipe) -> list[str]:
+    """What a run of the recipe writes of held-out rows; NAME stands for what rows or an environment name."""
+    if not isinstance(recipe, Recipe):
+        kind = "rm" if isinstance(recipe, RmRecipe) else "dpo" if isinstance(recipe, DpoRecipe) else "sft"
+        return [name for name in METRICS if name.startswith(f"{kind}/eval_")]
+    found: list[str] = []
+    for name in (each for each in METRICS if each.startswith("eval/")):
+        if (name.startswith(_SET) and recipe.eval.set_key is None) or (name in _OF_AGENTS and recipe.agent is None):
+            continue
+        counts = pass_counts(recipe.eval.samples_per_prompt) if name.endswith("/pass_at_K") else []
+        found += [name.replace("at_K", f"at_{count}") for count in counts] if name.endswith("_K") else [name]
+    return found
+
+
+def _written(recipe: AnyRecipe, metric: str) -> bool:
+    """Whether a run of the recipe writes the metric; of which sets and by which names, its rows and its environment say."""
+    count = re.search(r"/pass_at_(\d+)$", metric)
+    name = row_of(metric).replace("at_K", f"at_{count[1]}") if count else row_of(metric)
+    return name in held_out_metrics(recipe)
+
+
+KEEP_CONTRADICTION = Contradiction(
+    "train.keep_best",
+    lambda r, _: r.train.keep_best is not None and not _written(r, r.train.keep_best.metric),
+    lambda r: (
+        f"{r.train.keep_best.metric} is no metric that this run writes, and none would be the best by it. Name one of "
+        f"{', '.join(held_out_metrics(r))}, or remove the key"
+    ),
+)
