@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.core.types import IntArray
+
 
 class Moments(NamedTuple):
     """num numbers: their mean, the sum of their squared distances from it, the least and the greatest.
@@ -32,8 +34,13 @@ class Moments(NamedTuple):
         return self.least >= self.greatest
 
 
-def moments(values: NDArray[np.floating[Any]]) -> Moments:
-    """Of all numbers of an array; to the bit what numpy's mean and var are in float64."""
+def moments(values: NDArray[np.floating[Any]], counts: IntArray | None = None) -> Moments:
+    """Of all numbers of an array; to the bit what numpy's mean and var are in float64.
+
+    counts: how often each number stands there, of the array's shape and not negative; default: once.
+    """
+    if counts is not None:
+        return _counted(values[counts > 0].astype(np.float64), counts[counts > 0])
     if not values.size:
         return Moments()
     wide = values.astype(np.float64).ravel()
@@ -41,6 +48,14 @@ def moments(values: NDArray[np.floating[Any]]) -> Moments:
     distances = wide - mean
     squares = np.multiply(distances, distances, out=distances).sum()
     return Moments(len(wide), float(mean), float(squares), float(wide.min()), float(wide.max()))
+
+
+def _counted(values: NDArray[np.float64], counts: IntArray) -> Moments:
+    if not values.size:
+        return Moments()
+    mean = np.average(values, weights=counts)
+    squares = ((values - mean) ** 2 * counts).sum()
+    return Moments(int(counts.sum()), float(mean), float(squares), float(values.min()), float(values.max()))
 
 
 def merge(parts: Iterable[Moments]) -> Moments:

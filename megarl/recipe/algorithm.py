@@ -63,8 +63,13 @@ class Algorithm(Section):
     )
     gamma: Fraction = Field(1.0, description="discount of a reward one token later; gae and reinforce_pp")
     lam: Fraction = Field(0.95, description="lambda of generalized advantage estimation; gae")
-    whiten: bool = Field(
-        True, description="gae's advantages less their mean, over their deviation, over the whole step"
+    whiten: bool | None = Field(
+        None,
+        description="advantages less their mean, over their deviation, both of all trained tokens of the step; default: gae's "
+        "alone",
+    )
+    advantage_clip: PositiveFloat | None = Field(
+        None, description="advantages are cut to so much on either side of 0, after whitening; default: however large"
     )
     overlong_buffer: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="share of max_response_tokens over which the reward falls by 1 (DAPO); default: no penalty"

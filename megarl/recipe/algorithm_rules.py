@@ -19,6 +19,7 @@ from megarl.recipe.functions import (
     POLICY_LOSS,
     REWARDS,
     SETTINGS,
+    WHITE_BY_FORMULA,
     Asked,
     is_own,
     is_whitened,
@@ -58,6 +59,21 @@ def _setting(name: str) -> Unread:
         return f"no function of this recipe has such a setting: set {_takers(frozenset({name}))}"
 
     return Unread((f"algorithm.{name}",), lambda _, asked: asked.by_either(name), needs, RL)
+
+
+def _is_about_whitening(algorithm: Algorithm) -> bool:
+    """Whether algorithm.whiten turns it on, or off where it is on by default."""
+    return algorithm.advantage not in WHITE_BY_FORMULA and (algorithm.advantage == "gae" or is_whitened(algorithm))
+
+
+def _no_whitening(recipe: Recipe, asked: Asked) -> str:
+    if not asked.advantages:
+        return _no_advantages(recipe)
+    if recipe.algorithm.advantage in WHITE_BY_FORMULA:
+        return f"{ADVANTAGE}: {recipe.algorithm.advantage} is whitened by its own formula: choose another advantage"
+    return (
+        "where nothing is said only the advantages of gae are whitened: set it to true, or algorithm.advantage to gae"
+    )
 
 
 def _no_rewards(recipe: Recipe, asked: Asked) -> str:
@@ -133,15 +149,15 @@ def _dropped(recipe: Recipe) -> str:
 ALGORITHM_UNREAD: tuple[Unread, ...] = (
     *map(_setting, SETTINGS),
     Unread(
-        ("algorithm.advantage", "algorithm.correction"),
+        ("algorithm.advantage", "algorithm.advantage_clip", "algorithm.correction"),
         lambda _, asked: asked.advantages,
         lambda r, _: _no_advantages(r),
         RL,
     ),
     Unread(
         ("algorithm.whiten",),
-        lambda r, asked: asked.advantages and is_whitened(r.algorithm),
-        "it is for generalized advantage estimation: set algorithm.advantage to gae, and a policy loss that asks for it",
+        lambda r, asked: asked.advantages and _is_about_whitening(r.algorithm),
+        _no_whitening,
         RL,
     ),
     Unread(("algorithm.overlong_buffer", "reward_model"), lambda _, asked: asked.rewards, _no_rewards, RL),

@@ -99,7 +99,7 @@ def fill_defaults(recipe: R) -> R:
     """The recipe with the defaults that follow from other keys.
 
     What nothing reads is at its default, wherever a preset said otherwise: nobody downstream has to ask. An advantage
-    that asks for values has a critic. Samples of older weights are weighed where nothing else is said
+    that asks for values has a critic, and GAE's is whitened. Samples of older weights are weighed where nothing else is said
     (sampling_rules.correction_by_default). Where SGLang cannot size its cache by itself, rollout.kv_tokens holds
     rollout.max_running_requests whole samples. On a CPU a forward pass has fewer tokens where nothing is said: as many
     times Platform.micro_batch_tokens as a whole sample takes.
@@ -111,6 +111,8 @@ def fill_defaults(recipe: R) -> R:
         return recipe
     if recipe.critic is None and "values" in _asked(recipe, "asks for nothing").advantage:
         recipe = recipe.model_copy(update={"critic": Critic()})
+    if recipe.algorithm.whiten is None and "algorithm.whiten" not in unread:
+        recipe = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"whiten": True})})
     correction = correction_by_default(recipe)
     if "algorithm.correction" not in unread and correction != recipe.algorithm.correction:
         recipe = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"correction": correction})})

@@ -40,6 +40,8 @@ ROLE_INPUTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "ref_logprobs": ("reference", "set algorithm.kl_coef above 0"),
     }
 )
+# Advantages that are whitened by their own formula, whatever algorithm.whiten says.
+WHITE_BY_FORMULA = frozenset({*WHITENED, "reinforce_pp_baseline"})
 # What the recipe's rewards, and all that is added to them or taken off, come to a function as.
 REWARDS = frozenset({"rewards", "token_rewards"})
 # How a function that is named by import path counts, which nobody looks at before a run is checked whole.
@@ -118,8 +120,8 @@ def is_per_token(advantage: Callable[..., Any]) -> bool:
 
 
 def is_whitened(algorithm: Algorithm) -> bool:
-    """Whether algorithm.whiten is about this advantage: GAE's leave its function as they are."""
-    return algorithm.advantage == "gae"
+    """Whether what the advantage's function gives is whitened: where the recipe says nothing, GAE's alone."""
+    return algorithm.advantage == "gae" if algorithm.whiten is None else algorithm.whiten
 
 
 def before_whitening(algorithm: Algorithm) -> tuple[Callable[..., Any], bool]:
@@ -130,7 +132,7 @@ def before_whitening(algorithm: Algorithm) -> tuple[Callable[..., Any], bool]:
     raw = WHITENED.get(algorithm.advantage)
     if raw is not None:
         return raw, True
-    return advantage_function(algorithm), algorithm.whiten and is_whitened(algorithm)
+    return advantage_function(algorithm), is_whitened(algorithm)
 
 
 def needs_one_collector(algorithm: Algorithm) -> bool:

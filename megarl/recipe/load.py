@@ -129,10 +129,19 @@ def resolve(recipe: AnyRecipe) -> dict[str, Any]:
 
 def _read(path: Path, overrides: Sequence[str], *, recorded: bool = False) -> Tree:
     tree = read_tree(path)
+    if recorded:
+        _forget_whitening(tree)
     for text in overrides:
         tree.merge(read_override(text))
     _expand_preset(tree, recorded=recorded)
     return tree
+
+
+def _forget_whitening(tree: Tree) -> None:
+    """Of GAE's advantages it is the default, which a run writes down; it is not meant for another one that overrides name."""
+    algorithm = tree.values.get("algorithm", {})
+    if algorithm.get("advantage") == "gae" and algorithm.get("whiten") is True:
+        del algorithm["whiten"], tree.origins["algorithm", "whiten"]
 
 
 def _expand_preset(tree: Tree, *, recorded: bool) -> None:

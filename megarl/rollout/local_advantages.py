@@ -111,7 +111,7 @@ class Settled:
     """What the coordinator answers one collector.
 
     advantages: [n] float32, one a sample, in the order of its `Measured.sample_index`; None where there is one number a
-    token. over: moments of the whole step's advantages of tokens, where they get whitened.
+    token, and whitened where they get it. over: moments of the whole step's advantages of tokens, where these get whitened.
     """
 
     advantages: FloatArray | None = None
@@ -241,7 +241,7 @@ class LocalAdvantages:
         if turn.returns is not None:
             made["returns"] = turn.returns
         if self._asked.advantages:
-            made["advantages"] = _advantages(turn, settled)
+            made["advantages"] = _advantages(turn, settled, self._recipe.algorithm.advantage_clip)
         sums, chosen = WeightSums(), self._recipe.algorithm.correction
         if chosen is not None:
             done = _corrected(chosen, at, turn.old_logprobs)
@@ -318,12 +318,15 @@ class LocalAdvantages:
         return _Turn(at, turn.old_logprobs, advantages, returns)
 
 
-def _advantages(turn: _Turn, settled: Settled) -> FloatArray:
-    """[T], before the correction."""
-    if turn.advantages is None:
+def _advantages(turn: _Turn, settled: Settled, most: float | None) -> FloatArray:
+    """[T], before the correction. most: they are cut to [-most, most]."""
+    found = turn.advantages
+    if found is None:
         assert settled.advantages is not None, "the coordinator gave no advantages of samples"
-        return turn.at.spread(settled.advantages)
-    return turn.advantages if settled.over is None else whiten(turn.advantages, turn.at.mask, over=settled.over)
+        found = turn.at.spread(settled.advantages)
+    elif settled.over is not None:
+        found = whiten(found, turn.at.mask, over=settled.over)
+    return found if most is None else found.clip(-most, most)
 
 
 def _corrected(chosen: Correction, at: Sequences, old_logprobs: FloatArray) -> importance.Correction:

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from megarl.algorithms.correction import WeightSums, add_up
 from megarl.algorithms.inputs import call
 from megarl.algorithms.kl_control import AdaptiveKl, FixedKl, KlController
-from megarl.algorithms.moments import merge
-from megarl.algorithms.returns import explained_share
+from megarl.algorithms.moments import merge, moments
+from megarl.algorithms.returns import explained_share, whiten
 from megarl.core.types import FloatArray, IntArray
 from megarl.recipe.algorithm import Algorithm
-from megarl.recipe.functions import advantage_function, asked, is_per_token, settings
+from megarl.recipe.functions import advantage_function, asked, is_per_token, is_whitened, settings
 from megarl.recipe.schema import Recipe
 from megarl.rollout.batcher import StepSamples
 from megarl.rollout.drift import MEASURED
@@ -159,7 +159,11 @@ class StepAdvantages:
             "greedy_rewards": facts.greedy_rewards,
             **settings(self._recipe.algorithm),
         }
-        return checked(call(self._function, given), facts.trained_tokens > 0, self._recipe.algorithm)
+        trained = facts.trained_tokens > 0
+        advantages = checked(call(self._function, given), trained, self._recipe.algorithm)
+        if not is_whitened(self._recipe.algorithm):
+            return advantages
+        return whiten(advantages, trained, over=moments(advantages, facts.trained_tokens))
 
 
 def kl_weight(algorithm: Algorithm) -> KlController:

@@ -22,6 +22,14 @@ def test_hand_computed() -> None:
     assert not one.are_equal and other.are_equal
 
 
+def test_numbers_count_as_often_as_they_stand_there() -> None:
+    values = np.array([1, 2, 9, 4], np.float32)
+    assert moments(values, np.array([1, 3, 0, 2])) == Moments(6, 2.5, 7.5, 1.0, 4.0)
+    assert moments(values, np.zeros(4, np.int64)) == Moments()
+    found = moments(np.full(3, 0.1, np.float32), np.array([7, 3, 5]))
+    assert found.are_equal and found.num == 15
+
+
 def test_without_numbers() -> None:
     nothing = moments(np.zeros(0, np.float32))
     assert nothing == merge([]) == merge([nothing, nothing]) == Moments()

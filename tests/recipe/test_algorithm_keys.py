@@ -64,6 +64,8 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"gamma": 0.5},
     {"lam": 0.5},
     {"whiten": False},
+    {"whiten": True},
+    {"advantage_clip": 0.3},
     {"overlong_buffer": 0.9},
     {"clip_low": 0.05},
     {"clip_high": 0.05},

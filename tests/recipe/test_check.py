@@ -28,6 +28,8 @@ UNREAD = [
     (["algorithm.gamma=0.9"], ["algorithm.advantage=reinforce_pp"]),
     (["algorithm.lam=0.9"], ["algorithm.advantage=gae"]),
     (["algorithm.whiten=false"], ["algorithm.advantage=gae"]),
+    (["algorithm.advantage=reinforce_pp_baseline", "algorithm.whiten=true"], ["algorithm.advantage=rloo"]),
+    ([*DISTILL, "algorithm.whiten=true"], ["algorithm.policy_loss=ppo", "teacher=null"]),
     (["algorithm.settings.scale=2.0"], ["algorithm.advantage=mine:function"]),
     (["algorithm.refill_rounds=2"], ["algorithm.drop_zero_variance_groups=true"]),
     (["algorithm.correction.low=0.1"], ["algorithm.correction.kind=mask"]),
@@ -54,6 +56,7 @@ UNREAD = [
         for key in (
             "algorithm.advantage=rloo",
             "algorithm.normalize_std=false",
+            "algorithm.advantage_clip=2.0",
             "algorithm.correction.high=3.0",
             "algorithm.overlong_buffer=0.5",
             "reward_model.path=m",

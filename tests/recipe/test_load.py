@@ -48,6 +48,24 @@ def test_what_a_run_has_written_is_no_more_than_defaults_to_a_replay(recipe_file
         load_recipe(written, ["algorithm.advantage=rloo"])
 
 
+def test_a_replay_with_another_advantage_than_gae_is_not_whitened_because_gae_was(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    def replayed(*given: str, **overrides: str) -> bool | None:
+        written = tmp_path / "written.yaml"
+        written.write_text(dump_yaml(load_recipe(recipe_file, given).resolved))
+        changes = [f"algorithm.{key}={value}" for key, value in overrides.items()]
+        return load_recipe(written, changes, Recipe, recorded=True).recipe.algorithm.whiten
+
+    gae, rloo = "algorithm.preset=ppo", "algorithm.advantage=rloo"
+    assert load_recipe(recipe_file, [gae]).resolved["algorithm"]["whiten"] is True
+    assert replayed(gae) is True and replayed(gae, preset="rloo") is None and replayed(gae, advantage="rloo") is None
+    assert replayed(gae, advantage="rloo", whiten="true") is True
+    assert replayed(gae, "algorithm.whiten=false") is False
+    assert replayed(rloo) is None and replayed(rloo, advantage="gae") is True
+    assert replayed(rloo, "algorithm.whiten=true", advantage="opo") is True
+
+
 def test_home_is_expanded_where_the_shell_does_not(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     recipe = load_recipe(recipe_file, ["model.path=~/m", "data.eval=~other/e", "run.dir=a/~"]).recipe

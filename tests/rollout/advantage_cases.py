@@ -32,6 +32,8 @@ BESIDE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "egpo of the rollout": ({"advantage": "egpo", "old_logprobs": "rollout"}, {}),
     "grpo by turns": ({"advantage": "grpo_turns", **KL}, {"reward_model": WHOLE}),
+    "rloo whitened": ({"advantage": "rloo", "whiten": True, "advantage_clip": 1.1, **KL}, {"reward_model": TOKENS}),
+    "grpo by turns, whitened": ({"advantage": "grpo_turns", "whiten": True, "correction": {"kind": "mask"}}, {}),
     "nothing but a teacher": ({"policy_loss": "distill"}, {"teacher": Teacher(path=Path("t"))}),
 }
 OF_TOKENS = ("gae", "reinforce_pp", "distill", "grpo_turns")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.algorithms.advantage import rloo_advantages
 from megarl.algorithms.returns import AdvantagesAndReturns, gae
 from megarl.core.errors import MegarlError
 from megarl.core.types import Block, FloatArray
@@ -124,6 +125,54 @@ def test_whitening_is_over_the_whole_step(num_collectors: int) -> None:
     before = np.concatenate([*plain["advantages"].values()])
     expected = (before - before.mean()) / before.std()
     assert np.concatenate([*white["advantages"].values()]) == pytest.approx(expected, abs=1e-6)
+
+
+@anywhere
+@pytest.mark.parametrize("advantage", ["rloo", f"{__name__}:own_of_rloo"])
+def test_advantages_of_samples_are_whitened_over_their_trained_tokens(num_collectors: int, advantage: str) -> None:
+    """RLOO's are 1 at three tokens, -1 at one, -0.5 and 0.5 at two each: of mean 0.25 and deviation 0.75."""
+    found, _ = learned(Algorithm(advantage=advantage, whiten=True), num_collectors)
+    expected = {0: [1.0] * 3, 1: [-5 / 3], 2: [-1.0] * 2, 3: [1 / 3] * 2}
+    assert found["advantages"] == {sample: pytest.approx(values, abs=1e-6) for sample, values in expected.items()}
+
+
+@anywhere
+def test_other_advantages_of_tokens_are_whitened_too(num_collectors: int) -> None:
+    """By turns, which are one each here, GRPO's are 0.5, -0.5, -0.25 and 0.25: half of RLOO's."""
+    algorithm = Algorithm(advantage="grpo_turns", normalize_std=False, whiten=True)
+    expected = {0: [1.0] * 3, 1: [-5 / 3], 2: [-1.0] * 2, 3: [1 / 3] * 2}
+    found, _ = learned(algorithm, num_collectors)
+    assert found["advantages"] == {sample: pytest.approx(values, abs=1e-6) for sample, values in expected.items()}
+
+
+@anywhere
+def test_a_sample_without_a_trained_token_is_in_no_mean(num_collectors: int) -> None:
+    """Without the first: -1, -0.5, -0.5, 0.5, 0.5, of mean -0.2 and variance 0.36."""
+
+    def untrained(step: Step) -> Step:
+        nothing = replace(step.samples[0], loss_mask=np.zeros(3, np.uint8))
+        return replace(step, samples=[nothing, *step.samples[1:]])
+
+    found, _ = learned(Algorithm(advantage="rloo", whiten=True), num_collectors, change=untrained)
+    expected = {0: [], 1: [-0.8 / 0.6], 2: [-0.3 / 0.6] * 2, 3: [0.7 / 0.6] * 2}
+    assert found["advantages"] == {sample: pytest.approx(values, abs=1e-6) for sample, values in expected.items()}
+
+
+@anywhere
+def test_advantages_are_cut_after_whitening_and_before_they_are_weighed(num_collectors: int) -> None:
+    said: Said = {"old_logprobs": lambda sample, at: 0.0 if sample == 0 else -1.0}  # a ratio of e, cut to 1.5
+    algorithm = Algorithm(
+        advantage="rloo", whiten=True, advantage_clip=0.75, correction=Correction(kind="truncate", high=1.5)
+    )
+    found, _ = learned(algorithm, num_collectors, said)
+    expected = {0: [0.75 * 1.5] * 3, 1: [-0.75], 2: [-0.75] * 2, 3: [1 / 3] * 2}
+    assert found["advantages"] == {sample: pytest.approx(values, abs=1e-6) for sample, values in expected.items()}
+    values: Said = {"values": lambda *_: 0.0}
+    plain, _ = learned(
+        Algorithm(advantage="gae", lam=1.0, whiten=False, advantage_clip=0.75), 1, values, critic=Critic()
+    )
+    assert plain["advantages"][0] == [0.75] * 3 and plain["advantages"][3] == [0.5] * 2
+    assert plain["returns"][0] == [1.0] * 3  # what a critic learns is not cut
 
 
 @anywhere
@@ -346,6 +395,10 @@ def own_returns(token_rewards: Any, values: Any, mask: Any, cu_seqlens: Any) -> 
 
 def own_of_samples(rewards: Any, lengths: Any) -> Any:
     return rewards * lengths
+
+
+def own_of_rloo(rewards: Any, group_index: Any) -> Any:
+    return rloo_advantages(rewards, group_index)
 
 
 def too_short(rewards: Any) -> Any:
