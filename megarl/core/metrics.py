@@ -132,7 +132,7 @@ _METRICS: dict[str, MetricSpec] = {
     "rollout/requests_queued": MetricSpec("requests", "that waited for their turn at the collectors", ".0f"),
     "rollout/dropped/REASON": MetricSpec(
         "groups",
-        "not trained on, because of REASON, since the run or its resume began: zero_variance, late, rewound",
+        "not trained on, because of REASON, since the run or its resume began: zero_variance, keep_groups, late, rewound",
         ".0f",
     ),
     "rollout/groups_lost": MetricSpec(

@@ -49,6 +49,17 @@ class KlControl(Section):
     horizon: PositiveInt = Field(10_000, description="samples over which the weight adapts")
 
 
+class KeepGroups(Section):
+    """Which groups are trained on, where some are dropped: those whose scores differ, and are so good on average."""
+
+    grader: str | None = Field(
+        None,
+        description="whose scores these are: a grader's name in reward.graders, or environment; default: the whole reward",
+    )
+    above: float | None = Field(None, description="the mean over the group has to be above it; default: however low")
+    below: float | None = Field(None, description="the mean over the group has to be below it; default: however high")
+
+
 class Algorithm(Section):
     """What is learned from the graded samples."""
 
@@ -100,7 +111,11 @@ class Algorithm(Section):
         description="denominator of the loss; constant: tokens over samples x max_response_tokens (Dr.GRPO)",
     )
     drop_zero_variance_groups: bool = Field(
-        False, description="leave out groups whose rewards are all equal; they are counted either way"
+        False,
+        description="leave out groups whose rewards are all equal, or those that keep_groups does not keep",
+    )
+    keep_groups: KeepGroups | None = Field(
+        None, description="which groups are trained on where some are dropped; default: those whose rewards differ"
     )
     refill_rounds: Annotated[int, Field(ge=0)] = Field(
         0, description="times that further prompts are asked in the place of dropped groups (DAPO's dynamic sampling)"

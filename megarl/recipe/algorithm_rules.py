@@ -24,6 +24,7 @@ from megarl.recipe.functions import (
     is_own,
     is_whitened,
 )
+from megarl.recipe.group_rules import dropped_note
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import DpoRecipe
@@ -114,7 +115,7 @@ def _apart(recipe: Recipe) -> bool:
 
 def learning_notes(recipe: Recipe) -> tuple[str, ...]:
     """What a reader of the recipe should know of what is learned; nothing where it is as it should be."""
-    return tuple(note for note in (_unheld(recipe.algorithm), _dropped(recipe)) if note)
+    return tuple(note for note in (_unheld(recipe.algorithm), dropped_note(recipe)) if note)
 
 
 def _unheld(algorithm: Algorithm) -> str:
@@ -123,26 +124,6 @@ def _unheld(algorithm: Algorithm) -> str:
     return (
         "algorithm.kl_kind: k1 in the loss holds nothing back: its gradient is that of a log-prob, and the mean of that over "
         "the policy's own samples is 0. Set it to k2, whose gradient is the KL's, or to k3, or algorithm.kl_in to reward."
-    )
-
-
-def _dropped(recipe: Recipe) -> str:
-    """Groups whose rewards are all equal teach nothing only where each is compared with itself, and by these rewards alone."""
-    algorithm, agent = recipe.algorithm, recipe.agent
-    function = ADVANTAGES.get(algorithm.advantage)
-    if not algorithm.drop_zero_variance_groups or function is None:
-        return ""
-    if {"group_index", "sequence_groups"}.isdisjoint(parameters(function)):
-        why = f"algorithm.advantage: {algorithm.advantage} does not compare samples of a group with each other"
-    elif algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
-        why = "algorithm.kl_in: reward makes their rewards unequal afterwards"
-    elif agent is not None and agent.credit == "turn":
-        why = "with agent.credit: turn episodes that earn the same may earn it in other turns, and turns are compared"
-    else:
-        return ""
-    return (
-        f"algorithm.drop_zero_variance_groups drops groups that would have been learned from: {why}. Set it to false to learn "
-        "from all."
     )
 
 
@@ -194,12 +175,6 @@ ALGORITHM_UNREAD: tuple[Unread, ...] = (
         ("algorithm.settings",),
         lambda r, asked: is_own(r.algorithm.policy_loss) or (asked.advantages and is_own(r.algorithm.advantage)),
         "it is for functions of your own: name one by import path",
-        RL,
-    ),
-    Unread(
-        ("algorithm.refill_rounds",),
-        lambda r, _: r.algorithm.drop_zero_variance_groups,
-        "nothing is dropped that could be asked again: set algorithm.drop_zero_variance_groups to true",
         RL,
     ),
     Unread(
@@ -276,15 +251,6 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
         RL,
     ),
     Contradiction(
-        "algorithm.drop_zero_variance_groups",
-        lambda r, _: r.rollout.samples_per_prompt < 2 and r.algorithm.drop_zero_variance_groups,
-        lambda r: (
-            "with rollout.samples_per_prompt: 1 the rewards of each group are all equal, so that every sample would be "
-            "dropped. Set it to false, or rollout.samples_per_prompt to 2 or more"
-        ),
-        RL,
-    ),
-    Contradiction(
         "algorithm.settings",
         lambda r, _: bool(_reserved(r.algorithm)),
         lambda r: (
@@ -341,27 +307,6 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda r: (
             f"algorithm.advantage: {r.algorithm.advantage} compares with a greedy answer, which only the graders see. "
             "Choose another advantage, or remove the reward model"
-        ),
-        RL,
-    ),
-    Contradiction(
-        "algorithm.drop_zero_variance_groups",
-        lambda r, _: r.reward_model is not None and r.algorithm.drop_zero_variance_groups,
-        lambda r: (
-            "groups are dropped by what the graders say, before the reward model scores them. Set it to false, or remove "
-            "the reward model"
-        ),
-        RL,
-    ),
-    Contradiction(
-        "algorithm.drop_zero_variance_groups",
-        lambda r, asked: (
-            r.algorithm.drop_zero_variance_groups
-            and not is_own(r.algorithm.advantage)
-            and bool(asked.advantage & {"greedy_rewards", "mean_nll"})
-        ),
-        lambda r: (
-            f"algorithm.advantage: {r.algorithm.advantage} learns from groups whose rewards are all equal, too. Set it to false"
         ),
         RL,
     ),

@@ -9,6 +9,7 @@ from megarl.recipe.algorithm_rules import ALGORITHM_CONTRADICTIONS, ALGORITHM_UN
 from megarl.recipe.dataset import is_set
 from megarl.recipe.functions import Asked
 from megarl.recipe.keep_rules import KEEP_CONTRADICTION
+from megarl.recipe.group_rules import GROUP_CONTRADICTIONS, GROUP_UNREAD
 from megarl.recipe.reward import Rule
 from megarl.recipe.role_rules import ROLE_CONTRADICTIONS, ROLE_UNREAD
 from megarl.recipe.rollout_rules import SERVER_CONTRADICTIONS, SERVER_UNREAD, longest_served, served_parts
@@ -66,6 +67,7 @@ DATA_UNREAD = (
 UNREAD_RULES: tuple[Unread, ...] = (
     *AGENT_UNREAD,
     *ALGORITHM_UNREAD,
+    *GROUP_UNREAD,
     *SUPERVISED_UNREAD,
     *ROLE_UNREAD,
     *DATA_UNREAD,
@@ -231,6 +233,7 @@ def _decided(flag: str) -> str:
 CONTRADICTIONS: tuple[Contradiction, ...] = (
     *AGENT_CONTRADICTIONS,
     *ALGORITHM_CONTRADICTIONS,
+    *GROUP_CONTRADICTIONS,
     *ROLE_CONTRADICTIONS,
     *SERVER_CONTRADICTIONS,
     *SAMPLING_CONTRADICTIONS,

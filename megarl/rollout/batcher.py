@@ -14,6 +14,7 @@ from megarl.algorithms.advantage import zero_variance_groups
 from megarl.core.errors import MegarlError
 from megarl.core.types import FloatArray, IntArray, ShardPlan
 from megarl.data.deal import deal_step
+from megarl.recipe.algorithm import KeepGroups
 from megarl.recipe.schema import Recipe
 from megarl.rollout.facts import Flags, GroupFacts
 from megarl.rollout.ledger import Entry
@@ -112,11 +113,32 @@ def teaches(facts: GroupFacts, trained: Flags | None = None) -> bool:
     return len(rewards) > 0 and not bool(zero_variance_groups(rewards, np.zeros(len(rewards), np.int64)).all())
 
 
-def select(entries: Sequence[Entry], step: int, oldest: int, *, greedy: bool, drop_dull: bool) -> StepSamples:
+def is_kept(facts: GroupFacts, keep: KeepGroups | None, trained: Flags | None = None) -> bool:
+    """Whether a group is trained on, where groups are dropped. keep: the recipe's; None: those that teach. trained: as above."""
+    if keep is None:
+        return teaches(facts, trained)
+    figures = facts.rewards if keep.grader is None else facts.parts.get(keep.grader, np.zeros(0))
+    if len(figures):
+        figures = figures[facts.usable if trained is None else trained]
+    if not len(figures) or zero_variance_groups(figures, np.zeros(len(figures), np.int64)).all():
+        return False
+    mean = float(figures.mean(dtype=np.float64))
+    return (keep.above is None or mean > keep.above) and (keep.below is None or mean < keep.below)
+
+
+def select(
+    entries: Sequence[Entry],
+    step: int,
+    oldest: int,
+    *,
+    greedy: bool,
+    drop_dull: bool,
+    keep: KeepGroups | None = None,
+) -> StepSamples:
     """The samples that a step trains on, group by group in the order of admission.
 
     entries: finished groups in that order. oldest: version from which on tokens may be trained on. drop_dull: without
-    groups whose rewards are all equal; with them where all are, because a step needs samples.
+    groups that are not kept (`is_kept`); with them where none is, because a step needs samples.
     """
     facts = [entry.facts for entry in entries if entry.facts is not None]
     assert len(facts) == len(entries), "a group that has not finished"
@@ -124,8 +146,7 @@ def select(entries: Sequence[Entry], step: int, oldest: int, *, greedy: bool, dr
     some = [index for index, flags in enumerate(chosen) if flags.any()]
     if drop_dull:
         # By what is left of them: those that are too old are compared with nobody.
-        teaching = [index for index in some if teaches(facts[index], chosen[index])]
-        some = teaching or some
+        some = [index for index in some if is_kept(facts[index], keep, chosen[index])] or some
     kept = [(entries[index], facts[index], np.flatnonzero(chosen[index])) for index in some]
 
     def joined(values: list[IntArray] | list[FloatArray], dtype: type) -> np.ndarray:

@@ -69,7 +69,7 @@ class Coordinator:
         self._renewed = False  # whether the weights of the next step are there, and that has not begun
         self._undecided: list[int] = []  # finished, and nobody has looked yet whether they teach anything
         self._samples: StepSamples | None = None
-        self._refills, self._flow = Refills(self._pace.refills), Flow(len(links), clock)
+        self._refills, self._flow = Refills(self._pace.refills, recipe.algorithm.keep_groups), Flow(len(links), clock)
         self.advantages = StepAdvantages(recipe)
         self._planner = StepPlanner(recipe, model, self._pace, self.advantages, len(links), num_shards)
         self._asked_as: dict[Key, int] = {}  # numbers of groups that were asked for in an earlier life as well
@@ -243,7 +243,7 @@ class Coordinator:
                 self._decisions.take_back(decision)
             else:
                 self._refills.again(decision.groups, facts)
-                await self._drop(groups, "zero_variance")
+                await self._drop(groups, self._refills.why)
             if anew:
                 self._decisions.leave(f"samples of step {self._step} were made anew", self._step)
             if decision.kind == "taken":
@@ -333,7 +333,7 @@ class Coordinator:
         waiting = [entry for entry in map(self.ledger.get, finished) if entry is not None and entry.phase == "finished"]
         if dull := self._refills.choose(waiting):
             self._decisions.add("dull", self._step, self.ledger.keys(dull))
-            await self._drop(dull, "zero_variance")
+            await self._drop(dull, self._refills.why)
             await self._admit()  # also while no step waits for them
 
     def _finish(self, entry: Entry, facts: GroupFacts) -> None:

@@ -41,12 +41,18 @@ class StepPlanner:
         came from other weights.
         """
         recipe, pace, greedy = self.recipe, self.pace, self.advantages.needs_greedy
+        algorithm = recipe.algorithm
         taken = [entry.facts for entry in entries if entry.facts is not None]
         seen, oldest = [*taken, *dull], version - pace.max_staleness
         batcher.check_versions(entries, version, pace.max_staleness)
         step_metrics.check_usable(f"Step {step}", seen, recipe.reward.max_failed_share, greedy=greedy)
         samples = batcher.select(
-            entries, step, oldest, greedy=greedy, drop_dull=recipe.algorithm.drop_zero_variance_groups
+            entries,
+            step,
+            oldest,
+            greedy=greedy,
+            drop_dull=algorithm.drop_zero_variance_groups,
+            keep=algorithm.keep_groups,
         )
         samples = replace(samples, greedy_rewards=by_length(recipe, samples.greedy_rewards, samples.greedy_tokens))
         plans, parts = batcher.assign(

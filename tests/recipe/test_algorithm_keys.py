@@ -93,7 +93,8 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"reward_model": {"path": Path("r"), "level": "token"}},
 )
 # What is decided before samples are packed, or by files: whole runs go through it.
-ELSEWHERE = {"preset", "truncated", "drop_zero_variance_groups", "refill_rounds", "max_logprob_diff", "on_logprob_diff"}
+DROPPED = {"drop_zero_variance_groups", "keep_groups", "refill_rounds"}
+ELSEWHERE = {"preset", "truncated", *DROPPED, "max_logprob_diff", "on_logprob_diff"}
 SECTIONS = ("critic", "teacher", "reward_model")
 
 

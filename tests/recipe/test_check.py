@@ -32,6 +32,7 @@ UNREAD = [
     ([*DISTILL, "algorithm.whiten=true"], ["algorithm.policy_loss=ppo", "teacher=null"]),
     (["algorithm.settings.scale=2.0"], ["algorithm.advantage=mine:function"]),
     (["algorithm.refill_rounds=2"], ["algorithm.drop_zero_variance_groups=true"]),
+    (["algorithm.keep_groups.above=0.1"], ["algorithm.drop_zero_variance_groups=true"]),
     (["algorithm.correction.low=0.1"], ["algorithm.correction.kind=mask"]),
     (["critic.epochs=2"], ["algorithm.advantage=gae"]),
     *(
@@ -200,6 +201,7 @@ def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
         "algorithm.kl_control.target": "algorithm.kl_control",
         "algorithm.correction.high": "algorithm.correction",
         "algorithm.correction.reject.low": "algorithm.correction.reject",
+        "algorithm.keep_groups.above": "algorithm.keep_groups",
         "reward_model.path": "reward_model",
         "train.keep_best.metric": "train.keep_best",
     }
@@ -297,6 +299,25 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["algorithm.correction={kind: reject, reject: {}}"], "algorithm.correction.kind is reject already"),
         (["reward_model.path=m", "algorithm.advantage=remax"], "which only the graders see"),
         (["reward_model.path=m", "algorithm.drop_zero_variance_groups=true"], "before the reward model scores them"),
+        (
+            ["reward_model.path=m", "algorithm.drop_zero_variance_groups=true", "algorithm.keep_groups.above=0.1"],
+            "before the reward model scores them",
+        ),
+        (
+            ["algorithm.drop_zero_variance_groups=true", "algorithm.keep_groups.grader=exact"],
+            "there is no grader 'exact'. The recipe's graders: math",
+        ),
+        (
+            [
+                "reward.graders={right: {kind: rule, fn: math}, code: {kind: code, only: {kind: code}}}",
+                *("algorithm.drop_zero_variance_groups=true", "algorithm.keep_groups.grader=code"),
+            ],
+            "code grades some rows alone (reward.graders.code.only)",
+        ),
+        (
+            ["algorithm.drop_zero_variance_groups=true", "algorithm.keep_groups={above: 0.5, below: 0.5}"],
+            "`algorithm.keep_groups.below` (on the command line): it has to be over above 0.5; got 0.5",
+        ),
         (["algorithm.advantage=egpo", "algorithm.drop_zero_variance_groups=true"], "egpo learns from groups whose"),
         (["algorithm.advantage=remax", "algorithm.drop_zero_variance_groups=true"], "remax learns from groups whose"),
         (["algorithm.advantage=gae", "critic.warmup_steps=100000"], "the actor would never learn"),

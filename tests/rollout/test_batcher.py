@@ -11,11 +11,13 @@ from bench.support.rollout_simulation import make_recipe
 from megarl.core.errors import MegarlError
 from megarl.core.types import ShardPlan, VersionSpan
 from megarl.models.flops import train_flops
+from megarl.recipe.algorithm import KeepGroups
 from megarl.rollout import batcher
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.ledger import Entry
 from megarl.rollout.local_advantages import Measured
 from megarl.rollout.producer import Pace
+from megarl.rollout.refills import Refills
 from megarl.rollout.sample_facts import group_facts
 from megarl.rollout.step_advantages import StepAdvantages, StepFacts
 from megarl.rollout.step_metrics import batch_info, sample_metrics, version_metrics
@@ -115,6 +117,57 @@ def test_groups_that_teach_nothing_are_left_out_where_others_do() -> None:
     # Of group 4 one sample is left, which is compared with nobody.
     assert (samples.numbers.tolist(), samples.num_groups) == ([1, 1], 1)
     assert batcher.select(ENTRIES[1:2], 7, 4, greedy=False, drop_dull=True).numbers.tolist() == [2, 2]
+
+
+RIGHT = {"right": np.array([1.0, 1.0, 1.0, 0.0]), "style": np.array([0.5, 0.5, 0.5, 0.5])}
+LAST = np.array([True, True, True, False])
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        (None, True),
+        (KeepGroups(), True),
+        (KeepGroups(above=0.5), False),  # of the reward, whose mean is 0.25
+        (KeepGroups(below=0.5), True),
+        (KeepGroups(grader="right"), True),
+        (KeepGroups(grader="right", above=0.1, below=0.8), True),
+        (KeepGroups(grader="right", above=0.1, below=0.75), False),  # the mean is the bound
+        (KeepGroups(grader="right", above=0.75), False),
+        (KeepGroups(grader="style", above=0.1), False),  # all equal
+        (KeepGroups(grader="nobody"), False),  # as where every sample has failed
+    ],
+)
+def test_a_group_is_kept_by_the_figure_that_the_recipe_names(keep: KeepGroups | None, kept: bool) -> None:
+    facts = group(1, [0, 1, 0, 0], [1] * 4, parts=RIGHT)
+    assert batcher.is_kept(facts, keep) == kept
+    samples = batcher.select(
+        [entry(facts), entry(group(2, [1, 1, 1, 1], [1] * 4, parts={name: each / 2 for name, each in RIGHT.items()}))],
+        7,
+        4,
+        greedy=False,
+        drop_dull=True,
+        keep=keep,
+    )
+    assert (1 in samples.numbers) == kept or set(samples.numbers) == {1, 2}, "a step needs samples"
+    if keep is not None and keep.grader is not None:  # where only those that are right can be used, none is wrong
+        assert not batcher.is_kept(replace(facts, usable=LAST), keep)
+
+
+def test_refills_are_for_groups_that_are_not_kept() -> None:
+    finished = [
+        entry(group(1, [0, 1, 0, 0], [1] * 4, parts=RIGHT)),
+        entry(group(2, [1, 1, 1, 1], [1] * 4, parts=RIGHT)),
+    ]
+    for keep, chosen, why in (
+        (None, [2], "zero_variance"),
+        (KeepGroups(grader="right", above=0.5), [], "keep_groups"),
+        (KeepGroups(grader="right", below=0.5), [1, 2], "keep_groups"),
+        (KeepGroups(below=0.1), [1, 2], "keep_groups"),
+    ):
+        refills = Refills(2, keep)
+        refills.begin()
+        assert (refills.choose(finished), refills.why) == (chosen, why)
 
 
 def test_every_sample_is_in_one_block_of_its_collector() -> None:

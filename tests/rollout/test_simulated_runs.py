@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from bench.support.rollout_simulation import Driver, FakeCollector, Took, World, make_recipe
 from bench.support.virtual_time import DeadlockError, run_virtual
 from megarl.data.cursor import Cursor
+from megarl.recipe.algorithm import KeepGroups
 from megarl.recipe.schema import Recipe
-from megarl.rollout.batcher import teaches
+from megarl.rollout.batcher import is_kept
 from megarl.rollout.coordinator import Coordinator
 from megarl.rollout.ledger import Event, Ledger
 from megarl.rollout.local_advantages import StepPlan
@@ -47,6 +48,7 @@ class Case:
     in_flight: str = "abort"
     late: str = "wait"
     refill: int = 0
+    keep: dict[str, float] | None = None
     collectors: int = 1
     deaths: tuple[tuple[int, bool] | float, ...] = ()
     stops: frozenset[int] = frozenset()
@@ -54,7 +56,11 @@ class Case:
     world: World = field(default_factory=World)
 
     def recipe(self) -> Recipe:
-        algorithm = {"drop_zero_variance_groups": True, "refill_rounds": self.refill} if self.refill else {}
+        algorithm: dict[str, Any] = (
+            {"drop_zero_variance_groups": True, "refill_rounds": self.refill} if self.refill else {}
+        )
+        if self.keep is not None:
+            algorithm["keep_groups"] = self.keep
         rollout = {
             "max_staleness": self.max_staleness,
             "oversample": self.oversample,
@@ -96,7 +102,8 @@ def cases(draw: st.DrawFn) -> Case:
         beside=beside,
         in_flight=draw(st.sampled_from(["abort", "finish", "in_place"])),
         late=draw(st.sampled_from(["wait", "drop", "resume"])),
-        refill=draw(st.integers(0, 2)),
+        refill=(refill := draw(st.integers(0, 2))),
+        keep=draw(st.sampled_from([None, {"above": 0.4}])) if refill else None,
         collectors=collectors,
         deaths=tuple(draw(st.lists(death, max_size=4))),
         stops=draw(st.frozensets(st.integers(1, 6), max_size=2)),
@@ -247,23 +254,26 @@ def test_lengths_and_stops_do_not_change_what_a_synchronous_run_trains_on() -> N
     assert [took.taken for took in whole.took] == [took.taken for took in parts.took]
 
 
+@pytest.mark.parametrize("keep", [None, {"below": 0.6}])
 @pytest.mark.parametrize(("max_staleness", "oversample"), [(0, 1.0), (2, 1.0), (1, 2.0)])
-def test_a_step_that_trains_on_groups_that_teach_nothing_has_replaced_as_many_as_it_may(
-    max_staleness: int, oversample: float, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_trains_on_groups_that_are_not_kept_has_replaced_as_many_as_it_may(
+    max_staleness: int, oversample: float, keep: dict[str, float] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = Coordinator.next
     unused: list[int] = []
+    kept = None if keep is None else KeepGroups(**keep)
 
     async def watched(self: Coordinator, step: int, version: int) -> StepPlan:
         plan = await plain(self, step, version)
-        if not all(entry.facts and teaches(entry.facts) for entry in self.ledger.taken(step)):
+        if not all(entry.facts and is_kept(entry.facts, kept) for entry in self.ledger.taken(step)):
             unused.append(self._refills._left)
         return plan
 
     monkeypatch.setattr(Coordinator, "next", watched)
     rollout: dict[str, Any] = {"max_staleness": max_staleness, "oversample": oversample, "beside": oversample == 1.0}
     world = World(slots=4, longest=LONGEST, mean_tokens=20.0, dull=0.6, seed=3)
-    run_virtual(drive(Case(prompts=4, steps=10, rows=400, refill=1, train_s=3.0, world=world, **rollout)))
+    case = Case(prompts=4, samples=4, steps=10, rows=400, refill=1, keep=keep, train_s=3.0, world=world, **rollout)
+    run_virtual(drive(case))
     assert unused and not any(unused)
 
 

@@ -20,7 +20,9 @@ from megarl.rollout.tasks import GroupTask, News
 from tests.rollout.test_resumed import PROMPTS, STEPS, FreshSglang, Life
 from tests.support.fake_sglang import END, FakeSglang, generation
 
-DYNAMIC = {"algorithm": {"drop_zero_variance_groups": True, "refill_rounds": 2}}
+DYNAMIC: dict[str, Any] = {"algorithm": {"drop_zero_variance_groups": True, "refill_rounds": 2}}
+
+KEPT = {"algorithm": {**DYNAMIC["algorithm"], "keep_groups": {"grader": "exact", "below": 0.9}}}
 
 
 async def _half_dull(self: FreshSglang, path: str, body: dict[str, Any]) -> web.Response:
@@ -74,8 +76,8 @@ def test_groups_that_one_collector_is_slow_to_read_are_trained_on_in_time(
 
 @pytest.mark.parametrize(
     ("sections", "rollout"),
-    [({}, {}), ({}, {"max_staleness": 2}), (DYNAMIC, {})],
-    ids=["synchronous", "asynchronous", "groups are replaced"],
+    [({}, {}), ({}, {"max_staleness": 2}), (DYNAMIC, {}), (KEPT, {})],
+    ids=["synchronous", "asynchronous", "groups are replaced", "groups are kept by a grader's mean"],
 )
 def test_what_a_step_was_refused_for_is_sampled_and_graded_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], rollout: dict[str, Any]
