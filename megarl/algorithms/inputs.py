@@ -37,6 +37,7 @@ SAMPLE_INPUTS: Inputs = MappingProxyType(
         "group_index": "[N] int64 from 0: samples of one prompt have one number",
         "lengths": "[N] int64, trained tokens",
         "mean_nll": "[N] float32, minus the mean log-prob of the trained tokens at rollout",
+        "truncated": "[N] bool, whether it ended at a limit of length, or at a budget of its episode",
         "greedy_rewards": "[G] float32, shaped reward of the greedy answer to each group's prompt; costs an answer a prompt",
     }
 )

@@ -26,7 +26,7 @@ class StepSamples:
 
     numbers, positions: of the group, and of the sample within it. group_index: from 0, in order of appearance.
     owners: collectors. trained_tokens: those that are not too old. greedy_rewards: [G], empty where nobody asked, as are
-    greedy_tokens, of these answers.
+    greedy_tokens, of these answers. truncated: as of GroupFacts.
     taken: numbers of all groups that the step took, also of those that have no sample in it. sequence_tokens: [S], of each
     sequence of all samples, which may have several.
     """
@@ -42,6 +42,7 @@ class StepSamples:
     trained_tokens: IntArray
     rewards: FloatArray
     mean_nll: FloatArray
+    truncated: Flags
     greedy_rewards: FloatArray
     greedy_tokens: IntArray
     sequence_tokens: IntArray
@@ -149,7 +150,7 @@ def select(
         some = [index for index in some if is_kept(facts[index], keep, chosen[index])] or some
     kept = [(entries[index], facts[index], np.flatnonzero(chosen[index])) for index in some]
 
-    def joined(values: list[IntArray] | list[FloatArray], dtype: type) -> np.ndarray:
+    def joined(values: list[IntArray] | list[FloatArray] | list[Flags], dtype: type) -> np.ndarray:
         return np.concatenate(values).astype(dtype) if values else np.zeros(0, dtype)
 
     return StepSamples(
@@ -164,6 +165,7 @@ def select(
         trained_tokens=joined([trained_in_time(each, oldest)[at] for _, each, at in kept], np.int64),
         rewards=joined([each.rewards[at] for _, each, at in kept], np.float32),
         mean_nll=joined([each.mean_nll[at] for _, each, at in kept], np.float32),
+        truncated=joined([each.truncated[at] for _, each, at in kept], np.bool_),
         greedy_rewards=np.array([each.greedy_reward for _, each, _ in kept] if greedy else [], np.float32),
         greedy_tokens=np.array([each.greedy_tokens for _, each, _ in kept] if greedy else [], np.int64),
         sequence_tokens=joined([_sequence_tokens(each, at) for _, each, at in kept], np.int64),

@@ -29,6 +29,7 @@ from megarl.recipe.algorithm import Algorithm, Correction, RejectBounds
 from megarl.recipe.functions import asked, before_whitening, is_per_token, settings
 from megarl.recipe.schema import Recipe
 from megarl.rollout.batcher import Part, StepSamples
+from megarl.rollout.facts import Flags
 from megarl.rollout.sequences import NO_NUMBERS, Sequences
 from megarl.rollout.turns import by_turn, first_turns, moved_to_turns
 
@@ -49,6 +50,7 @@ class SampleNumbers:
     group_index: IntArray
     response_tokens: IntArray
     mean_nll: FloatArray
+    truncated: Flags
     kl_coef: float
     greedy_rewards: FloatArray
 
@@ -74,6 +76,7 @@ def numbers_of(samples: StepSamples, num_owners: int, kl_coef: float) -> tuple[S
                 samples.group_index[mine],
                 samples.response_tokens[mine],
                 samples.mean_nll[mine],
+                samples.truncated[mine],
                 kl_coef,
                 samples.greedy_rewards,
             )
@@ -291,6 +294,7 @@ class LocalAdvantages:
             "group_index": at.by_sequence(samples.group_index),
             "lengths": trained(at.mask, at.cu_seqlens).counts,
             "mean_nll": at.by_sequence(samples.mean_nll),
+            "truncated": at.by_sequence(samples.truncated),
             "greedy_rewards": samples.greedy_rewards,
             "token_rewards": token_rewards(at.by_sequence(rewards), at.mask, at.cu_seqlens) + per_token + turn.moved,
             "mask": at.mask.astype(np.float32),

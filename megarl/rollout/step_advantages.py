@@ -30,6 +30,7 @@ from megarl.recipe.functions import advantage_function, asked, is_per_token, is_
 from megarl.recipe.schema import Recipe
 from megarl.rollout.batcher import StepSamples
 from megarl.rollout.drift import MEASURED
+from megarl.rollout.facts import Flags
 from megarl.rollout.local_advantages import Measured, Settled, checked, sample_rewards
 from megarl.rollout.sequences import joined
 
@@ -39,8 +40,9 @@ class StepFacts:
     """What is known of a step's N samples, in the order of the step, and of its G groups.
 
     rewards: [N] float32, the graders'. group_index: [N] int64 from 0. response_tokens, trained_tokens: [N] int64.
-    mean_nll: [N] float32. greedy_rewards: [G] float32, of the greedy answer to each group's prompt, less the overlong
-    penalty; looked at only where `StepAdvantages.needs_greedy`, and then every number has to be finite. step: its number, from 1.
+    mean_nll: [N] float32. truncated: [N] bool. greedy_rewards: [G] float32, of the greedy answer to each group's prompt, less the
+    overlong penalty; looked at only where `StepAdvantages.needs_greedy`, and then every number has to be finite. step: its
+    number, from 1.
     """
 
     step: int
@@ -49,6 +51,7 @@ class StepFacts:
     response_tokens: IntArray
     trained_tokens: IntArray
     mean_nll: FloatArray
+    truncated: Flags
     greedy_rewards: FloatArray
 
     @classmethod
@@ -61,6 +64,7 @@ class StepFacts:
             samples.response_tokens,
             samples.trained_tokens,
             samples.mean_nll,
+            samples.truncated,
             samples.greedy_rewards,
         )
 
@@ -156,6 +160,7 @@ class StepAdvantages:
             "group_index": facts.group_index,
             "lengths": facts.trained_tokens,
             "mean_nll": facts.mean_nll,
+            "truncated": facts.truncated,
             "greedy_rewards": facts.greedy_rewards,
             **settings(self._recipe.algorithm),
         }

@@ -72,6 +72,7 @@ def test_sample_advantages_can_be_called_by_name(name: str) -> None:
         "group_index": np.arange(NUM_SAMPLES) // 2,
         "lengths": np.full(NUM_SAMPLES, 3),
         "mean_nll": np.ones(NUM_SAMPLES, np.float32),
+        "truncated": np.zeros(NUM_SAMPLES, np.bool_),
         "greedy_rewards": np.zeros(NUM_SAMPLES, np.float32),
         "normalize_std": True,
     }

@@ -188,12 +188,14 @@ FACTS = StepFacts(
     np.array([len(sample.response_ids) for sample in SAMPLES], np.int64),
     np.array([sample.loss_mask.sum() for sample in SAMPLES], np.int64),
     filters.mean_nll(SAMPLES),
+    np.arange(len(SAMPLES)) == 3,
     GREEDY,
 )
 
 
 def numbers(kl_coef: float) -> SampleNumbers:
-    return SampleNumbers(FACTS.rewards, FACTS.group_index, FACTS.response_tokens, FACTS.mean_nll, kl_coef, GREEDY)
+    of_samples = (FACTS.rewards, FACTS.group_index, FACTS.response_tokens, FACTS.mean_nll, FACTS.truncated)
+    return SampleNumbers(*of_samples, kl_coef, GREEDY)
 
 
 def says(role: str, shard: Shard, scale: float) -> Column:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.core.types import Block, FloatArray, Sample
+from megarl.core.types import Block, FloatArray, Sample, Status
 from megarl.data.blocks import sample_block
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.run import Model
@@ -113,6 +113,7 @@ def facts_of(step: Step) -> StepFacts:
         response_tokens=np.array([len(sample.response_ids) for sample in step.samples], np.int64),
         trained_tokens=np.array([sample.loss_mask.sum() for sample in step.samples], np.int64),
         mean_nll=filters.mean_nll(step.samples),
+        truncated=np.array([sample.status is Status.TRUNCATED for sample in step.samples], np.bool_),
         greedy_rewards=step.greedy_rewards,
     )
 
@@ -124,7 +125,13 @@ def numbers_of(step: Step, indices: Sequence[int], kl_coef: float) -> SampleNumb
     samples = [step.samples[index] for index in indices]
     numbers = group_index(samples)  # counted where they are
     return SampleNumbers(
-        facts.rewards[at], numbers, facts.response_tokens[at], facts.mean_nll[at], kl_coef, step.greedy_rewards
+        facts.rewards[at],
+        numbers,
+        facts.response_tokens[at],
+        facts.mean_nll[at],
+        facts.truncated[at],
+        kl_coef,
+        step.greedy_rewards,
     )
 
 

@@ -56,10 +56,13 @@ MIXED = group(
     [0, 1],
     [6, 4],
     spans=((VersionSpan(3, 0, 6),), (VersionSpan(3, 0, 1), VersionSpan(4, 1, 3), VersionSpan(5, 3, 4))),
+    truncated=np.array([False, True]),
 )
-FAILED = np.array([True, False, False])
+FAILED, CUT_OFF = np.array([True, False, False]), np.array([False, False, True])
 ENTRIES = [
-    entry(group(1, [0, 1, 0], [0, 2, 3], usable=~FAILED, failed=FAILED, failure="no answer"), owner=1),
+    entry(
+        group(1, [0, 1, 0], [0, 2, 3], usable=~FAILED, failed=FAILED, failure="no answer", truncated=CUT_OFF), owner=1
+    ),
     entry(group(2, [1, 1], [4, 5])),
     entry(MIXED),
 ]
@@ -75,6 +78,7 @@ def test_a_step_has_usable_samples_that_are_not_too_old() -> None:
     assert samples.num_tokens.tolist() == [13, 14, 16, 17, 18]
     assert samples.trained_tokens.tolist() == [2, 3, 4, 5, 3]
     assert samples.rewards.tolist() == [1, 0, 1, 1, 1]
+    assert samples.truncated.tolist() == [False, True, False, False, True]
 
 
 def test_a_greedy_answer_that_is_too_long_is_penalised_as_the_samples_are_that_it_is_compared_with() -> None:
@@ -199,7 +203,8 @@ def test_the_numbers_of_a_step() -> None:
     assert found["reward/std"] == pytest.approx((4 / 6 * 2 / 6) ** 0.5)
     assert found["rollout/prompt_len_mean"] == pytest.approx((2 * 11 + 2 * 12 + 2 * 14) / 6)
     assert found["rollout/response_len_mean"] == pytest.approx((2 + 3 + 4 + 5 + 6 + 4) / 6)
-    assert (found["rollout/response_len_max"], found["rollout/failed"], found["rollout/truncated"]) == (6, 1, 0)
+    assert (found["rollout/response_len_max"], found["rollout/failed"]) == (6, 1)
+    assert found["rollout/truncated"] == 2 / 7
     assert found["rollout/zero_variance_groups"] == pytest.approx(1 / 3)
 
 

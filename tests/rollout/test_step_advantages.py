@@ -13,7 +13,7 @@ import pytest
 from megarl.algorithms.advantage import rloo_advantages
 from megarl.algorithms.returns import AdvantagesAndReturns, gae
 from megarl.core.errors import MegarlError
-from megarl.core.types import Block, FloatArray
+from megarl.core.types import Block, FloatArray, Status
 from megarl.recipe.algorithm import Algorithm, Correction, KlControl, RejectBounds
 from megarl.recipe.functions import needs_one_collector
 from megarl.recipe.roles import Critic, RewardModel, Teacher
@@ -401,6 +401,15 @@ def own_of_rloo(rewards: Any, group_index: Any) -> Any:
     return rloo_advantages(rewards, group_index)
 
 
+def own_of_truncated(rewards: Any, truncated: Any) -> Any:
+    """What was cut off is bad, whatever it earned."""
+    return np.where(truncated, -1, rewards * 0)
+
+
+def own_of_truncated_at_tokens(truncated: Any, mask: Any, cu_seqlens: Any) -> Any:
+    return -np.repeat(truncated.astype(np.float32), np.diff(cu_seqlens)) * mask
+
+
 def too_short(rewards: Any) -> Any:
     return rewards[1:]
 
@@ -452,6 +461,22 @@ def test_what_a_users_function_does_to_its_inputs_changes_nothing_else() -> None
 def test_a_users_function_of_samples_sees_the_whole_step(num_collectors: int) -> None:
     found, _ = learned(Algorithm(advantage=f"{__name__}:own_of_samples"), num_collectors)
     assert found["advantages"] == {0: [3.0] * 3, 1: [0.0], 2: [0.0] * 2, 3: [1.0] * 2}
+
+
+@anywhere
+@pytest.mark.parametrize("name", ["own_of_truncated", "own_of_truncated_at_tokens"])
+def test_a_users_function_may_ask_which_samples_were_cut_off(num_collectors: int, name: str) -> None:
+    def cut_off(step: Step) -> Step:
+        samples = [
+            replace(sample, status=Status.TRUNCATED) if index in (0, 3) else sample
+            for index, sample in enumerate(step.samples)
+        ]
+        return replace(step, samples=samples)
+
+    algorithm = Algorithm(advantage=f"{__name__}:{name}")
+    places = 1 if needs_one_collector(algorithm) else num_collectors
+    found, _ = learned(algorithm, places, change=cut_off)
+    assert found["advantages"] == {0: [-1.0] * 3, 1: [0.0], 2: [0.0] * 2, 3: [-1.0] * 2}
 
 
 @pytest.mark.parametrize("name", ["too_short", "too_short_by_tokens"])
