@@ -72,14 +72,14 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> int:
 def _check_tools(template: ChatTemplate, names: Sequence[str], where: str, most: int) -> int:
     """That the model is told of its tools, and of their results: tokens of a short prompt with them. Raises UserError."""
     ids, text = template.prompt([ASKED])
-    remedy = "Take a model whose template knows tools, or remove agent.tools."
+    remedy = "Take a model whose template knows tools, or remove agent.tools, agent.mcp and agent.environment_tools."
     for name in names:
         if name not in text:
             raise UserError(f"agent.tools: the chat template of {where} tells the model nothing of its tools. {remedy}")
     if len(ids) > most:
         raise UserError(
-            f"agent.tools, agent.mcp: what the model is told of them takes {len(ids)} tokens of each prompt, and "
-            f"data.max_prompt_tokens is {most}. Raise that, or shorten the tools' docstrings."
+            f"agent.tools, agent.mcp, agent.environment_tools: what the model is told of them takes {len(ids)} tokens of each "
+            f"prompt, and data.max_prompt_tokens is {most}. Raise that, or shorten the tools' docstrings."
         )
     call = ToolCall(names[0], "{}", "c00000000")
     told = {**RESULT, "name": call.name, "tool_call_id": call.id}

@@ -24,6 +24,10 @@ class EnvironmentFailedError(MegarlError):
         self.trace = trace
 
 
+class EnvironmentBrokenError(EnvironmentFailedError):
+    """Its process has ended, or one of its tools gave nonsense: no policy is told of that, and it costs the episode."""
+
+
 @dataclass(frozen=True)
 class EpisodeRow:
     """The row that an episode is about.
@@ -68,11 +72,26 @@ class Done:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ToolResult:
+    """What a method that the policy called gives where the call was worth something, or is counted; else its content will do.
+
+    content: what the policy is told, text or what becomes JSON. reward: of the call; those of a turn are added. metrics: as of
+    Done; of several with one name in an episode the last counts.
+    """
+
+    content: Any
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
 class Environment(Protocol):
     """Answers the policy in one episode; a new one is made for each, out of the recipe's `agent.settings`.
 
     Coroutines share one event loop with all other episodes of the process: what blocks has to go elsewhere, such as into the
     processes of `agent.workers`. One that has `timed = True` ends its steps in time by itself: they have no deadline.
+    Methods that the policy calls (`agent.environment_tools`) are coroutines, or plain ones in threads; where there are some,
+    `reward() -> float | Done`, of either kind, may stand in the place of `step`.
     """
 
     async def start(self, row: EpisodeRow) -> list[Message]:
@@ -108,6 +127,25 @@ def check_step(answer: object) -> Turn | Done:
         if message["role"] == "assistant":
             raise EnvironmentFailedError("step gave a message of the assistant's: only the policy writes these.")
     return answer
+
+
+def check_result(answer: object, who: str) -> ToolResult | Done:
+    """What a method that the policy called gave, if it can be that. who: the method. Raises EnvironmentBrokenError."""
+    if isinstance(answer, Turn):
+        raise EnvironmentBrokenError(
+            f"{who} gave a Turn; wanted is what the policy is told, as text or as what becomes JSON, a ToolResult, or Done."
+        )
+    result = answer if isinstance(answer, ToolResult | Done) else ToolResult(answer)
+    try:
+        check_done(Done(result.reward, result.metrics), who)
+    except EnvironmentFailedError as error:
+        raise EnvironmentBrokenError(str(error)) from error
+    return result
+
+
+def check_reward(answer: Any) -> Done:
+    """What `reward` gave: a number, or Done. Raises EnvironmentFailedError."""
+    return check_done(answer if isinstance(answer, Done) else Done(answer), "reward")
 
 
 def check_done(done: Done, who: str) -> Done:

@@ -13,9 +13,10 @@ import pickle
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-from megarl.agents.environment import EnvironmentFailedError, EpisodeRow, Response
+from megarl.agents.environment import EnvironmentBrokenError, EnvironmentFailedError, EpisodeRow, Response
 from megarl.agents.environment_wire import Answer, Call, Cancel
 from megarl.core.log import get_logger
 from megarl.recipe.agent import Agent
@@ -85,6 +86,16 @@ class RemoteEnvironment:
         assert self._process is not None
         return await self._process.call(self._number, "step", response)
 
+    async def reward(self) -> Any:
+        """As of an Environment without step."""
+        assert self._process is not None
+        return await self._process.call(self._number, "reward")
+
+    async def tool(self, name: str, values: Mapping[str, Any]) -> Any:
+        """What a method gives that is a tool, as `as_given` has it."""
+        assert self._process is not None
+        return await self._process.call(self._number, name, values=values)
+
     async def close(self) -> None:
         """As of Environment; nothing is left to close where its process has ended."""
         if self._process is not None and not self._process.ended:
@@ -138,13 +149,18 @@ class _Process:
         """Another one each time: of a call, or of an environment."""
         return next(self._numbers)
 
-    async def call(self, environment: int, method: str, *arguments: Any) -> Any:
-        """What a method gives. Raises EnvironmentFailedError: it raised, or its process has ended. Cancelled, it is told so."""
+    async def call(
+        self, environment: int, method: str, *arguments: Any, values: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What a method gives. values: by name, of a tool. Cancelled, the process is told so.
+
+        Raises EnvironmentBrokenError where the process has ended, EnvironmentFailedError where the method raised.
+        """
         if self.ended:
-            raise EnvironmentFailedError(f"its process ended {self.ended}")
+            raise EnvironmentBrokenError(f"its process ended {self.ended}")
         number = self.number()
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(frame(Call(number, environment, method, arguments)))
+        self._writer.write(frame(Call(number, environment, method, arguments, values)))
         try:
             answer = await future
         except asyncio.CancelledError:
@@ -185,7 +201,7 @@ class _Process:
         self.ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(EnvironmentFailedError(f"its process ended {self.ended}"))
+                waiting.set_exception(EnvironmentBrokenError(f"its process ended {self.ended}"))
 
 
 async def _read(reader: asyncio.StreamReader) -> Answer | None:

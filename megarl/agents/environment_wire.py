@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Call:
-    """Call a method of an environment. `start` makes it, `close` is its last."""
+    """Call a method of an environment. `start` makes it, `close` is its last. values: by name, of a method that is a tool."""
 
     number: int
     environment: int
     method: str
     arguments: tuple[Any, ...] = ()
+    values: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import inspect
 import os
 import pickle
 import socket
@@ -22,6 +23,7 @@ from megarl.agents.environment import Environment
 from megarl.agents.environment_wire import Answer, Call, Cancel
 from megarl.agents.loading import Make, open_environment
 from megarl.agents.patience import MOST_TRACE, in_words
+from megarl.agents.tools import as_given
 from megarl.recipe.agent import Agent
 from megarl.rewards.worker import HEADER, frame
 
@@ -41,9 +43,9 @@ class _Home:
             self._loop.close()
             raise
 
-    def call(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+    def call(self, asked: Call) -> Future[Any]:
         """Call it, after what was called before has given its thread back."""
-        return asyncio.run_coroutine_threadsafe(self._call(method, arguments), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._call(asked), self._loop)
 
     def cancel(self, running: Future[Any], method: str) -> None:
         """Cancel a call. To close begins yet where what blocks before it gives the thread back: it has time from then on."""
@@ -61,13 +63,18 @@ class _Home:
         self._loop.run_forever()
         self._loop.close()  # it has open files
 
-    async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+    async def _call(self, asked: Call) -> Any:
+        method, arguments = asked.method, asked.arguments
         try:
             if method == "start":
                 self._environment = self._make()
                 messages = await self._environment.start(*arguments)
                 return messages, bool(getattr(self._environment, "timed", False))
-            return await getattr(self._environment, method)(*arguments) if self._environment is not None else None
+            if self._environment is None:
+                return None
+            given = getattr(self._environment, method)(*arguments, **(asked.values or {}))
+            given = await given if inspect.isawaitable(given) else given
+            return given if asked.values is None else as_given(given)
         except (SystemExit, KeyboardInterrupt) as error:  # would end the thread
             raise RuntimeError(f"it exits ({error})") from error
 
@@ -96,7 +103,7 @@ class _Worker:
         if home is None:  # one that did not start is closed
             self._say(Answer(asked.number, pickle.dumps(None)))
             return
-        running = home.call(asked.method, asked.arguments)
+        running = home.call(asked)
         self._running[asked.number] = asked, running
         running.add_done_callback(lambda ended: self._ended(asked, home, ended))
 

@@ -17,18 +17,19 @@ from megarl.agents.environment import (
     Message,
     Response,
     Turn,
+    check_reward,
     check_start,
     check_step,
 )
 from megarl.agents.environment_processes import EnvironmentProcesses
-from megarl.agents.loading import Make, open_environment
+from megarl.agents.loading import REWARD, Make, has_step, open_environment
 from megarl.agents.patience import NEVER_S, within
 from megarl.agents.renderings import Renderings
 from megarl.agents.rows import episode_row
 from megarl.agents.tally import Budget, Tally
 from megarl.agents.template import ChatTemplate
 from megarl.agents.tool_use import ToolUse
-from megarl.agents.tools import ToolCall
+from megarl.agents.tools import ToolCall, apart
 from megarl.agents.transcript import Transcript
 from megarl.core.errors import TemplateRefusalError
 from megarl.core.log import get_logger
@@ -52,7 +53,8 @@ class EpisodeSettings:
     """What all episodes of a run have in common; the budgets are the recipe's. rewards: whether the environment does.
 
     processes: that environments are made in, in the place of `make`; None: in this one. close: what environments have in common.
-    split: whether another sequence begins where the template rewrites earlier turns.
+    split: whether another sequence begins where the template rewrites earlier turns. has_step: whether environments answer a turn
+    without a call; else it ends the episode, and `reward` says what that was worth.
     """
 
     make: Make
@@ -67,6 +69,7 @@ class EpisodeSettings:
     processes: EnvironmentProcesses | None = None
     close: Callable[[], Awaitable[None]] | None = None
     split: bool = False
+    has_step: bool = True
 
 
 class Episodes:
@@ -97,6 +100,7 @@ class Episodes:
                 rewards=agent.rewards,
                 processes=processes,
                 split=agent.rewritten == "split",
+                has_step=has_step(agent),
             )
         )
 
@@ -139,14 +143,14 @@ class _Episode:
         while True:
             answer = await self._ask(transcript)
             if answer.finish == "length":
-                return self._ended(prompt, transcript, over="tokens")
+                return await self._over(prompt, transcript, "tokens")
             outcome = await self._use_tools(answer) or await self._step(answer)
             self.tally.rewards.append(float(outcome.reward))
             if isinstance(outcome, Done):
                 return self._ended(prompt, transcript, metrics=outcome.metrics)
             over = self._told(transcript, outcome, answer.token_ids.tolist())
             if over is not None:
-                return self._ended(prompt, transcript, over=over)
+                return await self._over(prompt, transcript, over)
 
     async def close(self) -> None:
         """Close the environment; what goes wrong there is told, and costs nothing."""
@@ -207,6 +211,8 @@ class _Episode:
     async def _step(self, answer: Generation) -> Turn | Done:
         environment = self._environment
         assert environment is not None
+        if not self._settings.has_step:
+            return await self._reward()
         response = Response(answer.text, tuple(answer.token_ids.tolist()), self.tally.turns - 1)
 
         async def step() -> Turn | Done:
@@ -215,8 +221,13 @@ class _Episode:
         timed = getattr(environment, "timed", False)  # it ends in time by itself, and waits for others meanwhile
         return await self._of_environment(step, "step", NEVER_S if timed else None)
 
-    async def _use_tools(self, answer: Generation) -> Turn | None:
-        """Results of the tools that the policy has called, if it has called any."""
+    async def _reward(self) -> Done:
+        """What an environment without step says that the episode was worth."""
+        environment: Any = self._environment
+        return await self._of_environment(lambda: apart(environment.reward, {}, check_reward), REWARD)
+
+    async def _use_tools(self, answer: Generation) -> Turn | Done | None:
+        """Results of the tools that the policy has called, if it has called any; an end where one of them gave it."""
         self._calls = ()
         settings = self._settings
         if settings.tools is None:
@@ -224,7 +235,7 @@ class _Episode:
         template, began = settings.template, time.monotonic()
         try:
             said = template.behind_thinking(template.text_with_marks(answer.token_ids.tolist()))
-            used = await settings.tools.use(said, self.tally.turns)
+            used = await settings.tools.use(said, self.tally.turns, self._environment)
         finally:
             self.tally.tools_s += time.monotonic() - began
         if used is None:
@@ -233,7 +244,13 @@ class _Episode:
         self.tally.num_calls += len(used.results)
         self.tally.num_call_failures += sum(result.failed for result in used.results)
         self.tally.num_cut_results += sum(result.cut for result in used.results)
-        return Turn([result.message for result in used.results])
+        worths = [result.worth for result in used.results if result.worth is not None]
+        for worth in worths:
+            self.tally.metrics.update(worth.metrics)
+        reward = sum(float(worth.reward) for worth in worths)
+        if any(isinstance(worth, Done) for worth in worths):
+            return Done(reward)
+        return Turn([result.message for result in used.results], reward)
 
     def _told(self, transcript: Transcript, turn: Turn, wrote: list[int]) -> Budget | None:
         """Append what the environment said; which budget ran out, if one did. wrote: what the policy wrote before it."""
@@ -259,6 +276,15 @@ class _Episode:
             transcript.begin(anew, ids)
         self.tally.say(turn.messages, len(ids))
         return None
+
+    async def _over(self, prompt: Prompt, transcript: Transcript, over: Budget) -> Sample:
+        """The end by a budget. An environment without step says of it, too, what it was worth: the last turn has that."""
+        if self._settings.has_step:
+            return self._ended(prompt, transcript, over=over)
+        done, rewards = await self._reward(), self.tally.rewards
+        rewards += [0.0] * (self.tally.turns - len(rewards))  # a turn that is cut off has none of its own
+        rewards[-1] += float(done.reward)
+        return self._ended(prompt, transcript, over=over, metrics=done.metrics)
 
     def _ended(
         self, prompt: Prompt, transcript: Transcript, *, over: Budget | None = None, metrics: Any = None

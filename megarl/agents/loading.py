@@ -28,6 +28,7 @@ BUILT_IN: Mapping[str, str] = {
 }
 # Each with what it takes beside itself.
 METHODS: Mapping[str, tuple[str, ...]] = {"start": ("row",), "step": ("response",), "close": ()}
+STEP, REWARD = "step", "reward"  # where methods are tools, the second may stand in the place of the first
 KEY = "agent.environment"
 
 SHARE = "share"
@@ -82,7 +83,12 @@ def open_environment(agent: Agent) -> Maker:
     """What makes an environment for an episode. Raises UserError, as `check_environment` does, but makes none."""
     if agent.environment is None:
         return Maker(AnswerAlone, {})
-    return Maker(_environment_class(agent.environment), agent.settings)
+    return Maker(environment_class(agent.environment), agent.settings)
+
+
+def has_step(agent: Agent) -> bool:
+    """Whether a turn without a call is answered by `step`; else it ends the episode, and `reward` says what that was worth."""
+    return agent.environment is None or not _rewards_alone(environment_class(agent.environment), agent)
 
 
 def check_environment(agent: Agent) -> None:
@@ -91,8 +97,8 @@ def check_environment(agent: Agent) -> None:
     One is made, so that its constructor may say what is wrong with them, and closed. Raises UserError.
     """
     assert agent.environment is not None
-    found = _environment_class(agent.environment)
-    _check_methods(found, agent.environment)
+    found = environment_class(agent.environment)
+    _check_methods(found, agent)
     _check_settings(found, agent)
     try:
         with importable(Path.cwd()):  # as in a collector: a constructor may import, too
@@ -111,7 +117,8 @@ async def _tried(maker: Maker) -> None:
             await within(close, CLOSE_S, "close")
 
 
-def _environment_class(name: str) -> type[Any]:
+def environment_class(name: str) -> type[Any]:
+    """The class that a recipe names. Raises UserError."""
     found = import_attribute(BUILT_IN.get(name, name), KEY)
     if not inspect.isclass(found):
         raise UserError(
@@ -120,16 +127,25 @@ def _environment_class(name: str) -> type[Any]:
     return found
 
 
-def _check_methods(found: type[Any], name: str) -> None:
-    where = f"{KEY}={name!r}"
-    for method, takes in METHODS.items():
+def _rewards_alone(found: type[Any], agent: Agent) -> bool:
+    return bool(agent.environment_tools) and not hasattr(found, STEP) and hasattr(found, REWARD)
+
+
+def _check_methods(found: type[Any], agent: Agent) -> None:
+    where, methods = f"{KEY}={agent.environment!r}", dict(METHODS)
+    if _rewards_alone(found, agent):
+        del methods[STEP]
+        methods[REWARD] = ()
+    for method, takes in methods.items():
         function = getattr(found, method, None)
-        wanted = f"async def {method}({', '.join(('self', *takes))})"
+        wanted = f"{'' if method == REWARD else 'async '}def {method}({', '.join(('self', *takes))})"
         if not callable(function):
             near = get_close_matches(method, [each for each in dir(found) if not each.startswith("_")], n=1)
             hint = f" Did you mean that by {near[0]!r}?" if near else ""
+            if method == STEP and agent.environment_tools:
+                hint += f" Or `def {REWARD}(self)`, where a turn without a call is to end the episode."
             raise UserError(f"{where}: {found.__name__} has no method {method!r}; wanted is `{wanted}`.{hint}")
-        if not inspect.iscoroutinefunction(function):
+        if method != REWARD and not inspect.iscoroutinefunction(function):
             raise UserError(
                 f"{where}: {found.__name__}.{method} is no coroutine; wanted is `{wanted}`. All episodes share one event loop: "
                 "what blocks belongs into `await asyncio.to_thread(...)`, or into processes: agent.workers."

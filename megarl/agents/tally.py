@@ -29,6 +29,7 @@ class Tally:
         self._attempt = attempt
         self.conversation: list[Message] = []
         self.rewards: list[float] = []
+        self.metrics: dict[str, float] = {}  # of tools; a later one of the same name counts
         self.turns = 0
         self.generation_s = self.environment_s = self.tools_s = 0.0
         self.num_calls = self.num_call_failures = self.num_cut_results = 0
@@ -89,6 +90,6 @@ class Tally:
             "environment_failures": 0.0,
             **(more or {}),
             **{f"truncated_by/{each}": float(over == each) for each in BUDGETS},
-            **{f"by/{name}": float(value) for name, value in (metrics or {}).items()},
+            **{f"by/{name}": float(value) for name, value in {**self.metrics, **(metrics or {})}.items()},
         }
         return sample

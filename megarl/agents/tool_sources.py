@@ -1,9 +1,11 @@
-"""Where a recipe's tools come from: functions, the sandboxed Python that comes with megarl, and MCP servers."""
+"""Where a recipe's tools come from: functions, the sandboxed Python that comes with megarl, MCP servers, and environments."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
+from megarl.agents.environment_tools import EnvironmentTools
 from megarl.agents.mcp_server import open_servers
 from megarl.agents.python_sandbox import ToolSandboxes
 from megarl.agents.tools import AnyTool, Holder, Tool, Toolbox, open_tools
@@ -15,8 +17,9 @@ from megarl.sandbox.python_tool import PythonTool
 def open_toolbox(agent: Agent) -> Toolbox:
     """All tools that a recipe names. What they hold starts with their first call; MCP servers are asked for their tools.
 
-    Raises UserError: as `open_tools` and `open_servers` do, and for a name that two tools have.
+    Raises UserError: as `open_tools`, `open_servers` and EnvironmentTools do, and for a name that two tools have.
     """
+    methods = EnvironmentTools(agent) if agent.environment_tools else None
     tools: list[AnyTool] = [*open_tools([path for path in agent.tools if path != PYTHON])]
     held: list[Holder] = []
     if PYTHON in agent.tools:
@@ -28,19 +31,23 @@ def open_toolbox(agent: Agent) -> Toolbox:
     for server, served in open_servers(agent.mcp):
         tools += served
         held.append(server)
-    _check_names(tools)
+    _check_names([*(tool.name for tool in tools), *([] if methods is None else methods.names)])
     return Toolbox(
         tools,
         agent.tool_timeout_s,
         held,
         max_calls=agent.max_calls,
         most_characters=agent.tool_result_characters,
+        methods=methods,
     )
 
 
-def _check_names(tools: list[AnyTool]) -> None:
+def _check_names(names: Sequence[str]) -> None:
     seen: set[str] = set()
-    for tool in tools:
-        if tool.name in seen:
-            raise UserError(f"agent.tools, agent.mcp: two tools have the name {tool.name!r}, and calls go by name.")
-        seen.add(tool.name)
+    for name in names:
+        if name in seen:
+            raise UserError(
+                f"agent.tools, agent.mcp, agent.environment_tools: two tools have the name {name!r}, and calls go by name. "
+                "Rename one, or remove it."
+            )
+        seen.add(name)

@@ -77,10 +77,11 @@ class ToolUse:
         toolbox = open_toolbox(agent)
         return cls(toolbox, CallParser(router, agent.tool_parser, toolbox.schemas))
 
-    async def use(self, text: str, turn: int) -> Used | None:
+    async def use(self, text: str, turn: int, environment: Any = None) -> Used | None:
         """Call what the policy called, side by side; None where it called nothing. text: with its special tokens.
 
-        Raises RequestFailedError where no server reads the text.
+        environment: the episode's, some of whose methods may be tools. Raises RequestFailedError where no server reads the text,
+        and EnvironmentBrokenError.
         """
         parsed = await read_calls(self._parser, text)
         if parsed.unread:
@@ -90,7 +91,7 @@ class ToolUse:
         if not parsed.calls:
             return None
         calls = named(parsed, turn)
-        return Used(calls, await self._toolbox.call(calls))
+        return Used(calls, await self._toolbox.call(calls, environment))
 
     async def close(self) -> None:
         """Close the parser's connections, and what tools hold."""

@@ -10,13 +10,13 @@ import inspect
 import threading
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import to_json
 
-from megarl.agents.environment import EnvironmentFailedError, Message
+from megarl.agents.environment import Done, EnvironmentBrokenError, EnvironmentFailedError, Message, ToolResult, Turn
 from megarl.agents.patience import ENDS_ALL, NEVER_S, in_words, within
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
@@ -24,6 +24,8 @@ from megarl.sandbox.python_tool import shortened
 
 KEY = "agent.tools"
 MOST_SHOWN = 300  # characters of an error that the model is told
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,23 +39,26 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a call, as the message that the policy is told. cut: it is told the beginning and the end alone."""
+    """What came of a call, as the message that the policy is told. cut: it is told the beginning and the end alone.
+
+    worth: what a method of the environment gave; the message of one that ended the episode is told to nobody.
+    """
 
     message: Message
     failed: bool
     cut: bool = False
+    worth: ToolResult | Done | None = None
 
 
-class Tool:
-    """A function with the schema of its parameters. timed: it ends in time by itself, and its wait for a place does not count.
+class Signature:
+    """What a function is called with, by its type hints. method: its name in a class; its first parameter is the object.
 
     Raises UserError where it has parameters without type hints, or of types that JSON has no schema for.
     """
 
-    def __init__(self, function: Callable[..., Any], where: str = KEY, *, timed: bool = False) -> None:
-        self.name: str = function.__name__
-        self._function, self._timed = function, timed
-        self._parameters = _parameters(function, where)
+    def __init__(self, function: Callable[..., Any], where: str, *, method: str | None = None) -> None:
+        self.name: str = function.__name__ if method is None else method
+        self._parameters = _parameters(function, where, skip=0 if method is None else 1)
         try:
             schema = self._parameters.model_json_schema()
         except Exception as error:  # pydantic's, of several kinds
@@ -67,8 +72,8 @@ class Tool:
             },
         }
 
-    async def call(self, arguments: str, seconds: float) -> str:
-        """What the function gives, as text. Raises EnvironmentFailedError: it raised, did not end, or takes other arguments."""
+    def read(self, arguments: str) -> dict[str, Any]:
+        """Values by name, of the JSON of a call. Raises EnvironmentFailedError where it takes others."""
         try:
             given = self._parameters.model_validate_json(arguments or "{}")
         except ValidationError as error:
@@ -78,21 +83,26 @@ class Tool:
             raise EnvironmentFailedError(f"wrong arguments: {said}") from error
         except Exception as error:  # of a user's validator
             raise EnvironmentFailedError(f"wrong arguments: {in_words(error)}") from error
-        values = {name: getattr(given, name) for name in type(given).model_fields}
-        return await within(lambda: self._run(values), NEVER_S if self._timed else seconds, self.name)
+        return {name: getattr(given, name) for name in type(given).model_fields}
 
-    async def _run(self, values: Mapping[str, Any]) -> str:
-        if inspect.iscoroutinefunction(self._function):
-            return as_text(await self._function(**values))
 
-        def call() -> Any:
-            given = self._function(**values)
-            return given if inspect.isawaitable(given) else as_text(given)
+class Tool:
+    """A function with the schema of its parameters. timed: it ends in time by itself, and its wait for a place does not count.
 
-        given = await in_thread(
-            call
-        )  # of a coroutine that a decorator has wrapped in a plain function, something to wait for
-        return given if isinstance(given, str) else as_text(await given)
+    Raises UserError, as Signature does.
+    """
+
+    def __init__(self, function: Callable[..., Any], where: str = KEY, *, timed: bool = False) -> None:
+        self._function, self._timed = function, timed
+        self._signature = Signature(function, where)
+        self.name, self.schema = self._signature.name, self._signature.schema
+
+    async def call(self, arguments: str, seconds: float) -> str:
+        """What the function gives, as text. Raises EnvironmentFailedError: it raised, did not end, or takes other arguments."""
+        values = self._signature.read(arguments)
+        return await within(
+            lambda: apart(self._function, values, as_text), NEVER_S if self._timed else seconds, self.name
+        )
 
 
 class AnyTool(Protocol):
@@ -101,8 +111,17 @@ class AnyTool(Protocol):
     name: str
     schema: dict[str, Any]
 
-    async def call(self, arguments: str, seconds: float) -> str:
-        """As of Tool."""
+    async def call(self, arguments: str, seconds: float) -> str | ToolResult | Done:
+        """As of Tool; of an environment's with what it was worth. Raises EnvironmentBrokenError where that costs the episode."""
+
+
+class OfEpisodes(Protocol):
+    """Tools that are methods of each episode's environment."""
+
+    schemas: list[dict[str, Any]]
+
+    def of(self, environment: Any) -> Mapping[str, AnyTool]:
+        """By name, for one turn of that environment's episode."""
 
 
 class Holder(Protocol):
@@ -116,6 +135,7 @@ class Toolbox:
     """The tools of a recipe. timeout_s: of one call. held: what is closed with it.
 
     max_calls: of one turn, that are run; None: all. most_characters: of one result; a longer one loses its middle; None: any.
+    methods: of environments.
     """
 
     def __init__(
@@ -126,16 +146,22 @@ class Toolbox:
         *,
         max_calls: int | None = None,
         most_characters: int | None = None,
+        methods: OfEpisodes | None = None,
     ) -> None:
         self._tools = {tool.name: tool for tool in tools}
         self._timeout_s, self._held = timeout_s, held
-        self._max_calls, self._most_characters = max_calls, most_characters
-        self.schemas = [tool.schema for tool in tools]
+        self._max_calls, self._most_characters, self._methods = max_calls, most_characters, methods
+        self.schemas = [*(tool.schema for tool in tools), *([] if methods is None else methods.schemas)]
+        self._names = ", ".join(schema["function"]["name"] for schema in self.schemas)
 
-    async def call(self, calls: Sequence[ToolCall]) -> list[Result]:
-        """Run calls side by side; their results, in order. What goes wrong in one is what the policy is told of it."""
+    async def call(self, calls: Sequence[ToolCall], environment: Any = None) -> list[Result]:
+        """Run calls side by side; their results, in order. What goes wrong in one is what the policy is told of it.
+
+        environment: the episode's, whose methods run one after another. Raises EnvironmentBrokenError.
+        """
+        tools = self._tools if self._methods is None else {**self._tools, **self._methods.of(environment)}
         most = len(calls) if self._max_calls is None else self._max_calls
-        ran = await asyncio.gather(*(self._one(call) for call in calls[:most]))
+        ran = await asyncio.gather(*(self._one(call, tools) for call in calls[:most]))
         why = f"this call was not run: at most {most} of one turn's calls are run. Call again in the next turn"
         return [*ran, *(self._failed(why, _about(call)) for call in calls[most:])]
 
@@ -145,16 +171,22 @@ class Toolbox:
 
     def unread(self, call_id: str) -> Result:
         """What the policy is told where it called something, but nobody can make out what. call_id: of the result."""
-        why = f"this call cannot be read, or names no tool. Tools: {', '.join(self._tools)}"
+        why = f"this call cannot be read, or names no tool. Tools: {self._names}"
         return self._failed(why, {"tool_call_id": call_id})
 
-    async def _one(self, call: ToolCall) -> Result:
+    async def _one(self, call: ToolCall, tools: Mapping[str, AnyTool]) -> Result:
         about = _about(call)
-        tool = self._tools.get(call.name)
+        tool = tools.get(call.name)
         if tool is None:
-            return self._failed(f"there is no tool {call.name!r}. Tools: {', '.join(self._tools)}", about)
+            return self._failed(f"there is no tool {call.name!r}. Tools: {self._names}", about)
         try:
-            return self._told(await tool.call(call.arguments, self._timeout_s), about)
+            given = await tool.call(call.arguments, self._timeout_s)
+            if isinstance(given, str):
+                return self._told(given, about)
+            content = "" if isinstance(given, Done) else given.content
+            return replace(self._told(content, about), worth=given)
+        except EnvironmentBrokenError:
+            raise
         except EnvironmentFailedError as error:
             return self._failed(str(error), about)
 
@@ -196,6 +228,28 @@ def as_text(value: Any) -> str:
     return value if isinstance(value, str) else to_json(value, fallback=str).decode()
 
 
+async def apart(function: Callable[..., Any], values: Mapping[str, Any], read: Callable[[Any], T]) -> T:
+    """What a function gives, by `read`; one that is no coroutine runs in a thread, and so does the reading of it."""
+    if inspect.iscoroutinefunction(function):
+        return read(await function(**values))
+
+    def call() -> tuple[Any, bool]:
+        given = function(**values)
+        later = inspect.isawaitable(given)  # of a coroutine that a decorator has wrapped in a plain function
+        return (given if later else read(given)), later
+
+    given, later = await in_thread(call)
+    found: T = read(await given) if later else given
+    return found
+
+
+def as_given(value: Any) -> Any:
+    """What a method of an environment gave, with what the policy is told as text. Raises as `as_text`."""
+    if isinstance(value, ToolResult):
+        return replace(value, content=as_text(value.content))
+    return value if isinstance(value, Done | Turn) else as_text(value)
+
+
 async def in_thread(call: Callable[[], Any]) -> Any:
     """What a blocking function gives. One that never ends keeps its thread, which no pool waits for and no exit either."""
     loop = asyncio.get_running_loop()
@@ -224,8 +278,8 @@ async def in_thread(call: Callable[[], Any]) -> Any:
     return await ended
 
 
-def _parameters(function: Callable[..., Any], where: str) -> type[BaseModel]:
-    """The function's parameters as a model. Raises UserError."""
+def _parameters(function: Callable[..., Any], where: str, skip: int = 0) -> type[BaseModel]:
+    """The function's parameters, but the first few, as a model. Raises UserError."""
     name = function.__name__
     try:
         hints = typing.get_type_hints(function, include_extras=True)
@@ -234,7 +288,7 @@ def _parameters(function: Callable[..., Any], where: str) -> type[BaseModel]:
             f"{where}: the type hints of {name} cannot be read: {type(error).__name__}: {error}."
         ) from error
     fields: dict[str, Any] = {}
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in [*inspect.signature(function).parameters.values()][skip:]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise UserError(
                 f"{where}: {name} has the parameter `{parameter}`, which a call by names cannot fill. Name each parameter."

@@ -86,7 +86,7 @@ class Agent(Section):
     @property
     def has_tools(self) -> bool:
         """Whether megarl calls tools for the policy."""
-        return bool(self.tools or self.mcp)
+        return bool(self.tools or self.mcp or self.environment_tools)
 
     @property
     def rewards(self) -> bool:
@@ -141,6 +141,13 @@ class Agent(Section):
         strict=False,
         description="MCP servers whose tools the policy may call: commands, such as python tools_server.py, one process in each "
         "collector, or addresses, such as http://host:8000/mcp",
+    )
+    environment_tools: tuple[Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")], ...] = Field(
+        (),
+        strict=False,
+        description="methods of the environment's class, by name, with type hints, that the policy may call: a call goes to the "
+        "object of its own episode; the class may have reward() in the place of step, and a turn without a call then ends the "
+        "episode",
     )
     tool_parser: Literal[PARSERS] | None = Field(  # type: ignore[valid-type]
         None,

@@ -29,13 +29,13 @@ AGENT_UNREAD: tuple[Unread, ...] = (
     Unread(
         ("agent.tool_parser",),
         lambda r, _: r.agent is None or r.agent.has_tools or r.agent.harnessed,
-        "there are no tools to call: name some in agent.tools or agent.mcp",
+        "there are no tools to call: name some in agent.tools, agent.mcp or agent.environment_tools",
         (Recipe,),
     ),
     Unread(
         ("agent.tool_timeout_s", "agent.tool_result_characters", "agent.max_calls"),
         lambda r, _: r.agent is None or r.agent.has_tools,
-        "megarl calls no tools: name some in agent.tools or agent.mcp",
+        "megarl calls no tools: name some in agent.tools, agent.mcp or agent.environment_tools",
         (Recipe,),
     ),
     Unread(
@@ -55,6 +55,12 @@ AGENT_UNREAD: tuple[Unread, ...] = (
         ("agent.processes",),
         lambda r, _: r.agent is None or r.agent.command is not None,
         "they are a harness's: set agent.command",
+        (Recipe,),
+    ),
+    Unread(
+        ("agent.environment_tools",),
+        lambda r, _: r.agent is None or r.agent.environment is not None,
+        "they are methods of an environment: set agent.environment",
         (Recipe,),
     ),
     Unread(

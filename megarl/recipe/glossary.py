@@ -112,6 +112,8 @@ ENTRIES = (
     Entry("algorithm.correction", "rollout_is tis_imp_ratio_cap", "use_tis tis_clip", "vllm_importance_sampling_correction vllm_importance_sampling_cap", "enable_vllm_is_correction", nemo_rl="use_importance_sampling_correction truncated_importance_sampling_ratio"),
     Entry("algorithm.correction.reject", "rollout_rs rollout_rs_threshold", "use_rs", "", "", "beside algorithm.correction's weights"),
     Entry("agent.max_turns", "max_assistant_turns", "", "max_tool_calling_iterations", "", "responses of the policy in one episode", nemo_rl="max_rollout_turns"),
+    Entry("agent.environment", "interaction_config_path", "", "environment_factory", "agent_func_path", "a class; docs/coming_from.md has their methods beside ours"),
+    Entry("agent.environment_tools", "tool_config_path", "", "", "", "methods of the environment, by name; functions are named in agent.tools"),
     Entry("agent.max_calls", "max_parallel_calls", "", "", "", "further calls are answered with an error"),
     Entry("agent.tool_result_characters", "max_tool_response_length", "", "", "", "cut in the middle, as verl's tool_response_truncate_side middle"),
     Entry("actor.mini_batch_samples", "ppo_mini_batch_size", "global_batch_size", "gradient_accumulation_steps", "train_batch_size", "samples; verl counts prompts", nemo_rl="train_global_batch_size"),

@@ -8,8 +8,8 @@ from megarl.recipe.agent_rules import AGENT_CONTRADICTIONS, AGENT_UNREAD, score_
 from megarl.recipe.algorithm_rules import ALGORITHM_CONTRADICTIONS, ALGORITHM_UNREAD
 from megarl.recipe.dataset import is_set
 from megarl.recipe.functions import Asked
-from megarl.recipe.keep_rules import KEEP_CONTRADICTION
 from megarl.recipe.group_rules import GROUP_CONTRADICTIONS, GROUP_UNREAD
+from megarl.recipe.keep_rules import KEEP_CONTRADICTION
 from megarl.recipe.reward import Rule
 from megarl.recipe.role_rules import ROLE_CONTRADICTIONS, ROLE_UNREAD
 from megarl.recipe.rollout_rules import SERVER_CONTRADICTIONS, SERVER_UNREAD, longest_served, served_parts

@@ -495,7 +495,7 @@ def test_a_parser_that_raises_costs_the_call_and_a_server_that_is_gone_the_sampl
         def __init__(self) -> None:
             self.schemas: list[dict[str, Any]] = []
 
-        async def use(self, text: str, turn: int) -> Any:
+        async def use(self, text: str, turn: int, environment: Any) -> Any:
             if not tools:
                 tools.append(ToolUse(Toolbox([Tool(multiply)], 5.0), CallParser(fake.endpoint, "qwen25", [])))
             return await tools[0].use(text, turn)

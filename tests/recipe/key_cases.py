@@ -168,6 +168,7 @@ TRAIN: dict[str, Sequence[str]] = {
             "step_timeout_s": ["0.01"],
             "tools": [f"['{OWN}:hear']"],
             "mcp": [f"['{MCP_SERVER}']"],
+            "environment_tools": ["[peek]"],
             "tool_parser": ["llama3"],
             "tool_timeout_s": ["0.01"],
             "tool_result_characters": ["2"],
@@ -346,6 +347,7 @@ _GRADERS = (
 )
 _AGENT = (f"agent.environment={OWN}:Talk", "rollout.max_response_tokens=100", "data.max_prompt_tokens=340")
 _TOOLS = (f"agent.tools=['{OWN}:look']", "agent.tool_parser=qwen25", "agent.turn_tokens=20")
+_ROOM = ("rollout.max_response_tokens=62", "data.max_prompt_tokens=450")  # for another tool
 _HARNESS = (f"agent.function={OWN}:converse", "rollout.max_response_tokens=100", "data.max_prompt_tokens=340")
 _ASYNCHRONOUS = ("rollout.max_staleness=1",)
 _BEST = ("train.steps=4", "train.save_every=1", "train.keep_last=1", "eval.every=1")
@@ -402,7 +404,8 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "agent by tokens": [*_AGENT, "algorithm.advantage=reinforce_pp"],
         "harness": _HARNESS,
         "tools alone": ["rollout.max_response_tokens=100", "data.max_prompt_tokens=340", *_TOOLS],
-        "tools and room": ["rollout.max_response_tokens=62", "data.max_prompt_tokens=450", *_TOOLS],
+        "tools and room": [*_ROOM, *_TOOLS],
+        "agent with tools and room": [*_AGENT[:1], *_ROOM, *_TOOLS],
         "experts": [_MOE],
         "latent attention": [*_CUDA, f"model.path={ROOT}/latent"],
         "experts on cuda": [_MOE, *_CUDA],
@@ -491,6 +494,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     **dict.fromkeys(("agent.function", "agent.served_as", "agent.listen"), ("plain", "harness")),
     **dict.fromkeys(("agent.command", "agent.processes", "agent.workers"), ("plain",)),
     "agent.mcp": ("plain", "tools and room"),
+    "agent.environment_tools": ("plain", "tools alone", "agent with tools and room"),
     "agent.credit": ("plain", "agent", "agent by tokens"),
     "cluster.platform": ("plain", "bfloat16"),
     "data": ("plain", "held out", "set", "marked answers"),

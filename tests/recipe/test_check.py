@@ -138,6 +138,14 @@ UNREAD = [
         ["agent.environment=guess_number"],
     ),
     (["agent.tools=[kit:tool]", "agent.tool_parser=qwen25", "agent.workers=3"], ["agent.environment=guess_number"]),
+    (
+        ["agent.tools=[kit:tool]", "agent.tool_parser=qwen25", "agent.environment_tools=[look]"],
+        ["agent.environment=shop:Shop"],
+    ),
+    (
+        ["agent.environment=shop:Shop", "agent.max_calls=1"],
+        ["agent.environment_tools=[look]", "agent.tool_parser=qwen25"],
+    ),
     (["agent.environment=maze", "agent.credit=turn"], ["algorithm.advantage=reinforce_pp"]),
     (["agent.environment=maze", "agent.credit=turn"], ["algorithm.advantage=grpo_turns"]),
     (["algorithm.old_logprobs=rollout", "algorithm.max_logprob_diff=0.1"], ["algorithm.old_logprobs=trainer"]),
@@ -352,6 +360,7 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["actor.optimizer={warmup_steps: 2, warmup_share: 0.1}"], "actor.optimizer.warmup_steps says how long"),
         (["agent.max_turns=3"], "nobody would answer the policy"),
         (["agent.tools=[kit:tool]"], "nobody could read the model's calls"),
+        (["agent.environment=shop:Shop", "agent.environment_tools=[look]"], "nobody could read the model's calls"),
         (["agent.command=[play]", "agent.rewritten=split"], "split is for environments and tools"),
         (["agent.environment=maze", "agent.turn_tokens=65"], "does not fit into rollout.max_response_tokens 64"),
         (

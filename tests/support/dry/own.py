@@ -53,6 +53,10 @@ class Talk:
             return Done(float(len(response.token_ids) % 3), {"length": float(len(response.token_ids))})
         return Turn([{"role": "user", "content": "user"}], 0.25 * len(response.token_ids))
 
+    def peek(self) -> str:
+        """A tool of the episode."""
+        return str(self._turns)
+
     async def close(self) -> None:
         return None
 
