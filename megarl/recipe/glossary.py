@@ -153,6 +153,7 @@ ENTRIES = (
     Entry("eval.before", "val_before_train", "skip_eval_before_train", "", "", "the opposite of slime's", nemo_rl="val_at_start"),
     Entry("eval.every", "test_freq", "eval_interval", "eval_steps", "eval_steps", nemo_rl="val_period"),
     Entry("eval.samples_per_prompt", "val_kwargs.n", "n_samples_per_eval_prompt", "num_generations_eval", "eval_n_samples_per_prompt"),
+    Entry("eval.sets", "", "eval_config", "", "", "a section by a set's name"),
     Entry("eval.set_key", "data_source", "", "", "datasource"),
     Entry("eval.temperature", "val_kwargs.temperature", "eval_temperature", "", "eval_temperature"),
     Entry("eval.top_p", "val_kwargs.top_p", "eval_top_p", "", ""),

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from megarl.core.metrics import METRICS, row_of
+from megarl.recipe.held_out import Eval
 from megarl.recipe.section import PositiveInt, Section
 
 
@@ -25,6 +26,11 @@ def pass_counts(samples_per_prompt: int) -> list[int]:
     """Every K of the eval/pass_at_K that so many answers to a prompt give: 2, 4, 8 ... and all of them."""
     powers = (2**power for power in range(1, samples_per_prompt.bit_length()))
     return sorted({samples_per_prompt, *powers} - {1})
+
+
+def pass_counts_of_all(held_out: Eval) -> list[int]:
+    """Every K of the eval/pass_at_K over the rows of all sets: none has fewer answers to a prompt."""
+    return pass_counts(min(each.samples_per_prompt for each in held_out.by_key().values()))
 
 
 class KeepBest(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from megarl.core.metrics import METRICS, row_of
-from megarl.recipe.keep import pass_counts
+from megarl.recipe.keep import pass_counts, pass_counts_of_all
 from megarl.recipe.rule import Contradiction
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe
@@ -19,8 +19,11 @@ def set_of(metric: str) -> str | None:
     return metric.removeprefix(_SET).rpartition("/")[0] if metric.startswith(_SET) else None
 
 
-def held_out_metrics(recipe: AnyRecipe) -> list[str]:
-    """What a run of the recipe writes of held-out rows; NAME stands for what rows or an environment name."""
+def held_out_metrics(recipe: AnyRecipe, held_out_set: str = "NAME") -> list[str]:
+    """What a run of the recipe writes of held-out rows; NAME stands for what rows or an environment name.
+
+    held_out_set: whose answers to a prompt are counted.
+    """
     if not isinstance(recipe, Recipe):
         kind = "rm" if isinstance(recipe, RmRecipe) else "dpo" if isinstance(recipe, DpoRecipe) else "sft"
         return [name for name in METRICS if name.startswith(f"{kind}/eval_")]
@@ -28,7 +31,8 @@ def held_out_metrics(recipe: AnyRecipe) -> list[str]:
     for name in (each for each in METRICS if each.startswith("eval/")):
         if (name.startswith(_SET) and recipe.eval.set_key is None) or (name in _OF_AGENTS and recipe.agent is None):
             continue
-        counts = pass_counts(recipe.eval.samples_per_prompt) if name.endswith("/pass_at_K") else []
+        of_set = pass_counts(recipe.eval.of_set(held_out_set).samples_per_prompt)
+        counts = of_set if name.startswith(_SET) else pass_counts_of_all(recipe.eval)
         found += [name.replace("at_K", f"at_{count}") for count in counts] if name.endswith("_K") else [name]
     return found
 
@@ -37,7 +41,7 @@ def _written(recipe: AnyRecipe, metric: str) -> bool:
     """Whether a run of the recipe writes the metric; of which sets and by which names, its rows and its environment say."""
     count = re.search(r"/pass_at_(\d+)$", metric)
     name = row_of(metric).replace("at_K", f"at_{count[1]}") if count else row_of(metric)
-    return name in held_out_metrics(recipe)
+    return name in held_out_metrics(recipe, set_of(metric) or "NAME")
 
 
 KEEP_CONTRADICTION = Contradiction(

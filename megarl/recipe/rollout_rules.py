@@ -3,7 +3,10 @@ those that somebody else started (`rollout.servers.urls`)."""
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 from megarl.core.platform import Platform, get_platform
+from megarl.recipe.held_out import Eval
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import Recipe
 
@@ -24,8 +27,8 @@ def longest_sample(recipe: Recipe) -> int:
 
 
 def longest_answer(recipe: Recipe) -> int:
-    """Most tokens of one held-out answer."""
-    return recipe.eval.max_response_tokens or recipe.rollout.max_response_tokens
+    """Most tokens of one held-out answer, of whatever set."""
+    return max(_answer_tokens(recipe, each) for each in recipe.eval.by_key().values())
 
 
 def longest_served(recipe: Recipe) -> int:
@@ -37,8 +40,16 @@ def longest_served(recipe: Recipe) -> int:
 def served_parts(recipe: Recipe) -> str:
     """What the longest sequence at a server is made of, for messages."""
     longer = longest_served(recipe) > longest_sample(recipe)
-    key, most = ("eval", longest_answer(recipe)) if longer else ("rollout", recipe.rollout.max_response_tokens)
+    key, most = "rollout", recipe.rollout.max_response_tokens
+    if longer:
+        key, most = max(
+            ((key, _answer_tokens(recipe, each)) for key, each in recipe.eval.by_key().items()), key=itemgetter(1)
+        )
     return f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + {key}.max_response_tokens {most}"
+
+
+def _answer_tokens(recipe: Recipe, asked: Eval) -> int:
+    return asked.max_response_tokens or recipe.rollout.max_response_tokens
 
 
 def _platform(recipe: Recipe) -> Platform:

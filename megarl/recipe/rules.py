@@ -9,6 +9,7 @@ from megarl.recipe.algorithm_rules import ALGORITHM_CONTRADICTIONS, ALGORITHM_UN
 from megarl.recipe.dataset import is_set
 from megarl.recipe.functions import Asked
 from megarl.recipe.group_rules import GROUP_CONTRADICTIONS, GROUP_UNREAD
+from megarl.recipe.held_out_rules import HELD_OUT_CONTRADICTIONS, HELD_OUT_UNREAD
 from megarl.recipe.keep_rules import KEEP_CONTRADICTION
 from megarl.recipe.reward import Rule
 from megarl.recipe.role_rules import ROLE_CONTRADICTIONS, ROLE_UNREAD
@@ -43,13 +44,6 @@ def may_rewind(recipe: Recipe) -> bool:
     return "rewind" in asked
 
 
-def _decides_alone(recipe: Recipe) -> bool:
-    """Whether the reward is what one grader, or the environment, says, no more and no less."""
-    if len(score_names(recipe)) > len(recipe.reward.by_name()):
-        return not recipe.reward.by_name()
-    return [grader.weight for grader in recipe.reward.by_name().values()] == [1.0]
-
-
 _NO_SET = "names a file, and files have neither configurations nor splits: name a data set"
 DATA_UNREAD = (
     Unread(("data.train_split",), lambda r, _: is_set(r.data.train), f"data.train {_NO_SET}"),
@@ -68,6 +62,7 @@ UNREAD_RULES: tuple[Unread, ...] = (
     *AGENT_UNREAD,
     *ALGORITHM_UNREAD,
     *GROUP_UNREAD,
+    *HELD_OUT_UNREAD,
     *SUPERVISED_UNREAD,
     *ROLE_UNREAD,
     *DATA_UNREAD,
@@ -124,38 +119,9 @@ UNREAD_RULES: tuple[Unread, ...] = (
         (Recipe,),
     ),
     Unread(
-        ("eval.top_p", "eval.top_k"),
-        lambda r, _: r.eval.temperature > 0,
-        "greedy answers take the likeliest token, and nothing is drawn: set eval.temperature above 0",
-        (Recipe,),
-    ),
-    Unread(
         ("reward.workers", "reward.timeout_s"),
         lambda r, _: any(isinstance(grader, Rule) for grader in r.reward.by_name().values()),
         "only rules grade in processes of the run, and reward.graders has none: give it one with kind: rule",
-        (Recipe,),
-    ),
-    Unread(
-        (
-            "eval.before",
-            "eval.every",
-            "eval.temperature",
-            "eval.top_p",
-            "eval.top_k",
-            "eval.max_response_tokens",
-            "eval.samples_per_prompt",
-            "eval.max_prompts",
-            "eval.grader",
-            "eval.set_key",
-        ),
-        lambda r, _: r.data.eval is not None,
-        "there are no held-out rows to evaluate on: set data.eval to a file",
-        (Recipe,),
-    ),
-    Unread(
-        ("eval.grader",),
-        lambda r, _: not _decides_alone(r) or r.eval.grader not in score_names(r),
-        "the only grader's score is the reward: give reward.graders another one, or this one another weight",
         (Recipe,),
     ),
 )
@@ -234,6 +200,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     *AGENT_CONTRADICTIONS,
     *ALGORITHM_CONTRADICTIONS,
     *GROUP_CONTRADICTIONS,
+    *HELD_OUT_CONTRADICTIONS,
     *ROLE_CONTRADICTIONS,
     *SERVER_CONTRADICTIONS,
     *SAMPLING_CONTRADICTIONS,
@@ -307,21 +274,6 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "data.mix",
         lambda r, _: bool(r.data.mix) and not any(r.data.mix.values()),
         lambda _: "all of its shares are 0, so that no row would be trained on. Give a set more",
-        (Recipe,),
-    ),
-    Contradiction(
-        "eval.grader",
-        lambda r, _: r.eval.grader is not None and r.eval.grader not in score_names(r),
-        lambda r: f"there is no grader {r.eval.grader!r}. The recipe's graders: {', '.join(score_names(r))}",
-        (Recipe,),
-    ),
-    Contradiction(
-        "eval.samples_per_prompt",
-        lambda r, _: r.eval.samples_per_prompt > 1 and r.eval.temperature == 0,
-        lambda r: (
-            f"{r.eval.samples_per_prompt} greedy answers to one prompt are all the same. "
-            "Set eval.temperature above 0, or eval.samples_per_prompt to 1"
-        ),
         (Recipe,),
     ),
 )

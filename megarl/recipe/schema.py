@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 from megarl.recipe.agent import Agent
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.dataset import DataSet
+from megarl.recipe.held_out import Eval
 from megarl.recipe.keep import KeepBest
 from megarl.recipe.placement import Placement
 from megarl.recipe.reward import Reward
@@ -214,34 +215,6 @@ class Sync(Section):
         None,
         description="largest |log-prob| difference, server to trainer; default 1e-3 in float32, 0.3 in bfloat16, "
         "2 with rollout.quantization",
-    )
-
-
-class Eval(Section):
-    """Held-out answers, before, during and after; needs data.eval."""
-
-    before: bool = Field(True, description="evaluate before the first step, too")
-    every: PositiveInt | None = Field(None, description="steps between evaluations; default: only before and after")
-    temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 is greedy")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus sampling; 1.0: off")
-    top_k: int = Field(-1, description="top-k sampling; -1: off")
-    max_response_tokens: PositiveInt | None = Field(
-        None, description="longest held-out answer, in tokens; default: rollout.max_response_tokens"
-    )
-    samples_per_prompt: PositiveInt = Field(
-        1, description="answers to each prompt; above 1 there is eval/pass_at_K, too: right where one of K is"
-    )
-    max_prompts: PositiveInt | None = Field(None, description="only the first so many rows")
-    overlap: bool = Field(
-        False,
-        description="training goes on meanwhile, up to the next weight sync; the figures are written one step later",
-    )
-    grader: str | None = Field(
-        None, description="grader whose score says what is right (at least 0.5); default: the whole reward does"
-    )
-    set_key: str | None = Field(
-        None,
-        description="field of a held-out row that names its set: each set has figures of its own beside those of all",
     )
 
 

@@ -22,7 +22,7 @@ from megarl.data.blocks import sample_block
 from megarl.data.chat import Tokenizer, load_tokenizer
 from megarl.data.mix import rows_by_set
 from megarl.data.prompts import PromptSet, digests_of, load_prompts
-from megarl.recipe.rollout_rules import longest_answer
+from megarl.recipe.held_out import Eval
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
 from megarl.rollout import filters
@@ -218,29 +218,25 @@ class Collector:
     async def evaluate(self, rows: Sequence[int], step: int) -> EvalFacts:
         """Answer and grade these held-out prompts."""
         recipe, settings = self._recipe, self._recipe.eval
-        sampling = Sampling(
-            longest_answer(recipe),
-            settings.temperature,
-            settings.top_p,
-            settings.top_k,
-            stop=recipe.rollout.stop,
-            alone=recipe.rollout.deterministic,
-        )
-        making = []
+        making: list[asyncio.Task[Sample]] = []
+        asked: list[int] = []  # the row of each
         try:
             async with asyncio.TaskGroup() as tasks:
                 for row in rows:
                     prompt = self._eval_prompts[row]
+                    own = settings.of_row(prompt.metadata)
+                    sampling = _bounded(_held_out_sampling(recipe, own), prompt)
                     making += [
-                        tasks.create_task(self._sample(prompt, _bounded(sampling, prompt), step, index, "eval"))
-                        for index in range(settings.samples_per_prompt)
+                        tasks.create_task(self._sample(prompt, sampling, step, index, "eval"))
+                        for index in range(own.samples_per_prompt)
                     ]
+                    asked += [row] * own.samples_per_prompt
         except ExceptionGroup as errors:
             raise _first(errors) from errors
         samples = [task.result() for task in making]
         if 0 in rows:
             self._write(f"eval_{step:06d}.jsonl", samples)
-        return eval_facts(rows, samples, settings)
+        return eval_facts(asked, samples, settings)
 
     def probe(self) -> list[list[int]]:
         """A few short token sequences, of the last step where there was one: what a weight sync is verified on."""
@@ -328,6 +324,18 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _held_out_sampling(recipe: Recipe, asked: Eval) -> Sampling:
+    """asked: how the row's set is."""
+    return Sampling(
+        asked.max_response_tokens or recipe.rollout.max_response_tokens,
+        asked.temperature,
+        asked.top_p,
+        asked.top_k,
+        stop=recipe.rollout.stop,
+        alone=recipe.rollout.deterministic,
+    )
 
 
 def _bounded(sampling: Sampling, prompt: Prompt) -> Sampling:

@@ -50,3 +50,12 @@ def scores(samples: Sequence[Sample], grader: str | None) -> FloatArray:
     if grader is None:
         return np.where([sample.grade_failure is None for sample in samples], rewards(samples), np.float32(0))
     return np.array([sample.reward_parts.get(grader) or 0.0 for sample in samples], dtype=np.float32)
+
+
+def scores_by(samples: Sequence[Sample], graders: Sequence[str | None]) -> FloatArray:
+    """`scores` of samples that are not all graded by the same one: [N] float32. graders: of each."""
+    found = np.zeros(len(samples), np.float32)
+    for grader in dict.fromkeys(graders):
+        here = [at for at, each in enumerate(graders) if each == grader]
+        found[here] = scores([samples[at] for at in here], grader)
+    return found

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from megarl.core.errors import MegarlError
 from megarl.core.types import EvalResult
-from megarl.recipe.keep import pass_counts
+from megarl.recipe.held_out import Eval
+from megarl.recipe.keep import pass_counts, pass_counts_of_all
 from megarl.recipe.schema import Recipe
 from megarl.rollout.episode_metrics import eval_metrics
 from megarl.rollout.step_metrics import describe_failures, refuse_grades
@@ -21,9 +23,9 @@ CORRECT = 0.5  # a reward, or the score of eval.grader's grader, of at least thi
 def result(parts: Sequence[EvalFacts], recipe: Recipe, step: int, version: int) -> EvalResult:
     """What the recipe wants to know of held-out answers. version: of the weights that should have given them.
 
-    A prompt without an answer or a grade is not a right answer: held-out figures count every prompt, but for the length of
-    responses, which is that of those there are. Raises MegarlError where other weights answered, where too many have no
-    grade, or none an answer.
+    Every prompt counts the same in what is right and in the reward, however many answers its set is asked for. One without an
+    answer or a grade is not right: held-out figures count every prompt, but for the length of responses, which is that of those
+    there are. Raises MegarlError where other weights answered, where too many have no grade, or none an answer.
     """
     where = f"Evaluation at step {step}"
     for part in parts:
@@ -46,46 +48,58 @@ def result(parts: Sequence[EvalFacts], recipe: Recipe, step: int, version: int) 
     if failed.all():
         raise MegarlError(f"{where}: no prompt was answered. {failure}")
     right = joined("scores") >= CORRECT
-    accuracy = float(right.mean())
+    _, prompts, answers = np.unique(joined("rows"), return_inverse=True, return_counts=True)
+    accuracy, reward = (_mean(values, prompts, answers) for values in (right, rewards))
     return EvalResult(
-        num_prompts=len(failed) // recipe.eval.samples_per_prompt,
+        num_prompts=len(answers),
         num_samples=len(failed),
         accuracy=accuracy,
-        reward=float(rewards.mean()),
+        reward=reward,
         metrics={
             "eval/accuracy": accuracy,
-            "eval/reward": float(rewards.mean()),
+            "eval/reward": reward,
             "eval/response_len_mean": float(joined("response_tokens")[~failed].mean()),
             "eval/truncated": float(joined("truncated").mean()),
             "eval/failures": float((failed | ungraded).sum()),
             **eval_metrics(part.numbers for part in parts),
-            **_pass_rates("eval", right, recipe.eval.samples_per_prompt),
-            **_by_set(joined("sets"), right, rewards, recipe.eval.samples_per_prompt),
+            **_pass_rates("eval", right, prompts, pass_counts_of_all(recipe.eval)),
+            **_by_set(joined("sets"), right, rewards, prompts, recipe.eval),
         },
         failure=failure,
     )
 
 
-def _pass_rates(group: str, right: np.ndarray, samples: int) -> dict[str, float]:
-    """For 2, 4, 8 ... and all samples of a prompt, the share of prompts of which one of so many answers is right.
+def _mean(values: np.ndarray, prompts: np.ndarray, answers: np.ndarray) -> float:
+    """Over prompts, of the mean over a prompt's answers. prompts: [N], of each answer; answers: [P], how many a prompt has."""
+    if (answers == answers[0]).all():
+        return float(values.mean())
+    return float(np.average(values, weights=1 / answers[prompts]))
+
+
+def _pass_rates(group: str, right: np.ndarray, prompts: np.ndarray, counts: Sequence[int]) -> dict[str, float]:
+    """For each of these numbers of answers, the share of prompts of which one of so many is right. prompts: [N], of each answer.
 
     Without bias from the answers there are: 1 - C(n - c, k) / C(n, k) with c of n right (Chen et al., arXiv 2107.03374, eq. 1).
     """
-    num_right = np.bincount(right.reshape(-1, samples).sum(axis=1), minlength=samples + 1)  # prompts by right answers
+    _, inverse, samples = np.unique(prompts, return_inverse=True, return_counts=True)
+    cases = Counter(zip(samples.tolist(), np.bincount(inverse, right).astype(int).tolist(), strict=True))
     found = {}
-    for count in pass_counts(samples):
-        misses = [math.comb(samples - each, count) / math.comb(samples, count) for each in range(samples + 1)]
-        found[f"{group}/pass_at_{count}"] = 1 - float(num_right @ misses) / num_right.sum()
+    for count in counts:
+        misses = [num * math.comb(n - c, count) / math.comb(n, count) for (n, c), num in cases.items()]
+        found[f"{group}/pass_at_{count}"] = 1 - math.fsum(misses) / len(samples)
     return found
 
 
-def _by_set(sets: np.ndarray, right: np.ndarray, rewards: np.ndarray, samples: int) -> dict[str, float]:
+def _by_set(
+    sets: np.ndarray, right: np.ndarray, rewards: np.ndarray, prompts: np.ndarray, settings: Eval
+) -> dict[str, float]:
     """The figures of each set of held-out rows, where the recipe names a field that says which one a row is of."""
     found: dict[str, float] = {}
     for name in np.unique(sets):
+        own, counts = sets == name, pass_counts(settings.of_set(str(name)).samples_per_prompt)
         found |= {
-            f"eval/set/{name}/accuracy": float(right[sets == name].mean()),
-            f"eval/set/{name}/reward": float(rewards[sets == name].mean()),
-            **_pass_rates(f"eval/set/{name}", right[sets == name], samples),
+            f"eval/set/{name}/accuracy": float(right[own].mean()),
+            f"eval/set/{name}/reward": float(rewards[own].mean()),
+            **_pass_rates(f"eval/set/{name}", right[own], prompts[own], counts),
         }
     return found

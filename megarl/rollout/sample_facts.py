@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.core.types import Sample, Status, VersionSpan
-from megarl.recipe.schema import Eval
+from megarl.recipe.held_out import Eval
 from megarl.rollout import filters
 from megarl.rollout.facts import Flags, GroupFacts
 from megarl.rollout.tasks import EvalFacts
@@ -59,13 +59,13 @@ def group_facts(
 
 
 def eval_facts(rows: Sequence[int], samples: Sequence[Sample], settings: Eval) -> EvalFacts:
-    """What is told of held-out answers: those to each of the rows, in order."""
+    """What is told of held-out answers. rows: of each of them."""
     versions = [span.version for sample in samples for span in sample.versions]
     grades = [sample.grade_failure for sample in samples if sample.grade_failure is not None]
     return EvalFacts(
-        rows=np.repeat(np.array(rows, np.int64), settings.samples_per_prompt),
+        rows=np.array(rows, np.int64),
         rewards=filters.scores(samples, None),
-        scores=filters.scores(samples, settings.grader),
+        scores=filters.scores_by(samples, [settings.of_row(sample.prompt.metadata).grader for sample in samples]),
         response_tokens=np.array([len(sample.response_ids) for sample in samples], np.int64),
         truncated=_are(samples, Status.TRUNCATED),
         failed=_are(samples, Status.FAILED),

@@ -42,7 +42,7 @@ def check_tokens(path: Path, rows: Iterable[tuple[str, TokenArray]], model: Mode
 
 
 def check_sets(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
-    """Raises UserError where held-out rows do not say which set they are of, or or are of too many to tell apart."""
+    """Raises UserError where held-out rows name no set or too many of them, and where one of eval.sets has no row."""
     key, sets = recipe.eval.set_key, set()
     if key is None:
         return
@@ -58,6 +58,11 @@ def check_sets(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
         raise UserError(
             f"{path}: the field {key!r}, which eval.set_key names, has {len(sets)} different values, such as {min(sets)!r} and "
             f"{max(sets)!r}: each would be a set with metrics of its own, at most {MOST_SETS}. Name another field."
+        )
+    if unknown := sorted(recipe.eval.sets.keys() - sets):
+        raise UserError(
+            f"`eval.sets`: no held-out row of {path} is of the set {unknown[0]!r}, by its field {key!r} (eval.set_key). Sets "
+            f"that there are: {', '.join(sorted(sets))}."
         )
 
 
@@ -86,12 +91,14 @@ def check_graded(
         trained = ()  # it rewards these, and is not asked of held-out ones
     alone = () if recipe.agent is not None and recipe.agent.rewards else (*trained, *held_out)
     check_choice(recipe.reward, [*prompts, *held_out], alone=alone, part=not prompts)
-    grader = recipe.eval.grader
-    if grader is not None and (row := first_ungraded(recipe.reward, grader, held_out)) is not None:
-        raise UserError(
-            f"`eval.grader`: {grader} does not grade every held-out row: reward.graders.{grader}.only leaves out {row.id}, which "
-            "would count as wrong. Remove eval.grader: the whole reward says then what is right."
-        )
+    for key, asked in recipe.eval.by_key().items():
+        grader = asked.grader
+        own = [row for row in held_out if recipe.eval.of_row(row.metadata) == asked]
+        if grader is not None and (row := first_ungraded(recipe.reward, grader, own)) is not None:
+            raise UserError(
+                f"`{key}.grader`: {grader} does not grade every held-out row that it is named for: reward.graders.{grader}.only "
+                f"leaves out {row.id}, which would count as wrong. Remove the key: the whole reward says then what is right."
+            )
 
 
 def row_notes(recipe: Recipe, path: Path, prompts: PromptSet, tool_tokens: int) -> tuple[str, ...]:

@@ -119,6 +119,12 @@ UNREAD = [
     (["eval.samples_per_prompt=1"], ["data.eval=held_out.jsonl"]),
     (["eval.max_prompts=5"], ["data.eval=held_out.jsonl"]),
     (["eval.set_key=source"], ["data.eval=held_out.jsonl"]),
+    (["eval.sets.aime.max_response_tokens=9"], ["data.eval=held_out.jsonl", "eval.set_key=source"]),
+    (["data.eval=held_out.jsonl", "eval.sets.aime.max_response_tokens=9"], ["eval.set_key=source"]),
+    (
+        ["data.eval=held_out.jsonl", "eval.set_key=source", "eval.top_p=0.9"],
+        ["eval.sets={aime: {temperature: 0.5}}"],
+    ),
     (["eval.grader=math"], ["data.eval=held_out.jsonl", "reward.graders.math={kind: rule, fn: math, weight: 0.5}"]),
     (
         ["data.eval=held_out.jsonl", "eval.grader=math"],
@@ -210,6 +216,7 @@ def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
         "algorithm.correction.high": "algorithm.correction",
         "algorithm.correction.reject.low": "algorithm.correction.reject",
         "algorithm.keep_groups.above": "algorithm.keep_groups",
+        "eval.sets.aime.max_response_tokens": "eval.sets",
         "reward_model.path": "reward_model",
         "train.keep_best.metric": "train.keep_best",
     }
@@ -350,6 +357,11 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
                 ("eval/pass_at_3", "eval.samples_per_prompt=4", "eval.temperature=1.0"),
                 ("eval/set/aime/accuracy",),
                 ("eval/set/a/b/pass_at_8", "eval.set_key=source"),
+                (
+                    "eval/set/a/pass_at_8",
+                    "eval={set_key: source, temperature: 1.0, sets: {b: {samples_per_prompt: 8}}}",
+                ),
+                ("eval/pass_at_8", "eval={set_key: source, temperature: 1.0, sets: {b: {samples_per_prompt: 8}}}"),
                 ("eval/turns_mean",),
                 ("eval/by/score",),
                 ("perf/eval_s",),
@@ -376,6 +388,18 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["rollout.temperature=9e-7"], "the trainer divides by 9e-07. Set it to more"),
         (["rollout.kv_tokens=1000"], "Set it to 1088 or more"),
         (["data.eval=x", "eval.samples_per_prompt=2"], "2 greedy answers to one prompt are all the same"),
+        *(
+            (["data.eval=x", "eval.set_key=source", f"eval.sets={{b: {{}}, aime: {given}}}"], message)
+            for given, message in (
+                (
+                    "{samples_per_prompt: 2}",
+                    "the answers to rows of aime are greedy: several to one prompt are all the same",
+                ),
+                ("{top_p: 0.5}", "Set eval.sets.aime.temperature above 0, or remove these keys"),
+                ("{grader: exact}", "aime: there is no grader 'exact'. The recipe's graders: math"),
+                ("{grader: math}", "aime.grader: the only grader's score is the reward."),
+            )
+        ),
         (["actor.optimizer.schedule=linear", "actor.optimizer.min_lr=1"], "Set it to at most 1e-06"),
         (["rollout.server_args=[--port=80]"], "--port (a free port is chosen)"),
         (["rollout.server_args=[--tp, '2']"], "--tp (decided by rollout.tp)"),
@@ -423,6 +447,7 @@ def test_values_that_contradict_each_other(recipe_file: Path, overrides: list[st
         ("eval/pass_at_3", ["eval.samples_per_prompt=3", "eval.temperature=1.0"]),
         ("eval/set/a/b/pass_at_8", ["eval.set_key=source", "eval.samples_per_prompt=8", "eval.temperature=1.0"]),
         ("eval/by/score", ["agent.environment=maze"]),
+        ("eval/set/b/pass_at_8", ["eval={set_key: source, temperature: 1.0, sets: {b: {samples_per_prompt: 8}}}"]),
     ],
 )
 def test_the_best_may_be_known_by_whatever_the_run_writes(recipe_file: Path, metric: str, given: list[str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 from megarl.core.errors import MegarlError
 from megarl.core.metrics import check_names
 from megarl.core.progress import Progress
-from megarl.core.types import Prompt
+from megarl.core.types import EvalResult, Prompt
 from megarl.data.prompts import PromptSet
 from megarl.models.flops import train_flops
 from megarl.recipe.schema import Recipe
@@ -534,6 +534,29 @@ def test_evaluation_is_greedy_unless_told_otherwise(tmp_path: Path) -> None:
     for body in collect(alternating, make_recipe(tmp_path, eval=told), call):
         sampling = body["sampling_params"]
         assert [sampling[name] for name in ("temperature", "top_p", "top_k", "max_new_tokens")] == [0.6, 0.95, 20, 33]
+
+
+def test_rows_of_a_set_are_asked_and_judged_as_the_recipe_says_of_it(tmp_path: Path) -> None:
+    sets = {"b": {"samples_per_prompt": 3, "temperature": 0.9, "max_response_tokens": 7}}
+    recipe = make_recipe(tmp_path, eval={"set_key": "kind", "sets": sets})
+    rows = [replace(make_prompt(name), metadata={"kind": kind}) for name, kind in (("p8", "a"), ("p9", "b"))]
+
+    async def asked() -> tuple[list[tuple[float, int]], EvalResult]:
+        async with FakeSglang() as fake:
+            prompts = PromptSet((make_prompt("p0"),), 0, 3)
+            rollout = LocalRollout(recipe, model=PLAIN, prompts=prompts, eval_prompts=rows, server=fake.endpoint)
+            await rollout.start()
+            try:
+                found = await rollout.evaluate(1, 0)
+            finally:
+                await rollout.close()
+            told = [body["sampling_params"] for body in fake.bodies("/generate")]
+            return sorted((each["temperature"], each["max_new_tokens"]) for each in told), found
+
+    told, found = asyncio.run(asked())
+    assert told == [(0.0, recipe.rollout.max_response_tokens), *[(0.9, 7)] * 3]
+    assert (found.num_prompts, found.num_samples) == (2, 4)
+    assert {"eval/set/a/accuracy", "eval/set/b/pass_at_3"} <= found.metrics.keys()
 
 
 def test_a_prompt_that_comes_twice_is_two_groups_of_other_samples(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.core.metrics import check_names
 from megarl.recipe.algorithm import Algorithm
+from megarl.recipe.held_out import Eval, EvalSet
 from megarl.rollout.held_out import result
 from megarl.rollout.tasks import EvalFacts
 from tests.rollout.steps import recipe_of
@@ -44,6 +45,30 @@ def test_each_set_of_rows_has_figures_of_its_own() -> None:
     }
     assert found["eval/accuracy"] == 0.5
     check_names(found)
+
+
+def test_a_prompt_counts_the_same_however_many_answers_its_set_is_asked_for() -> None:
+    recipe = recipe_of(Algorithm())
+    sets = {"a": EvalSet(samples_per_prompt=4), "c": EvalSet(samples_per_prompt=2)}
+    held_out = Eval(samples_per_prompt=2, temperature=1.0, set_key="source", sets=sets)
+    recipe = recipe.model_copy(update={"eval": held_out})
+    part = facts(0, 0, 0, 0, 1, 1, lengths=[1] * 6, failed=[False] * 6)
+    right = np.array([1, 0, 0, 0, 1, 1], np.float32)
+    found = result([replace(part, scores=right, rewards=right, sets=(*"aaaabb",))], recipe, 1, 1)
+    assert (found.num_prompts, found.num_samples, found.accuracy) == (2, 6, (0.25 + 1) / 2)
+    assert found.reward == found.accuracy
+    assert {name: value for name, value in found.metrics.items() if name.endswith(("accuracy", "at_2", "at_4"))} == {
+        "eval/accuracy": (0.25 + 1) / 2,
+        "eval/pass_at_2": pytest.approx(
+            (3 / 6 + 1) / 2
+        ),  # of 6 pairs 3 have the right one; no prompt of b has 4 answers
+        "eval/set/a/accuracy": 0.25,
+        "eval/set/a/pass_at_2": pytest.approx(3 / 6),
+        "eval/set/a/pass_at_4": 1.0,
+        "eval/set/b/accuracy": 1.0,
+        "eval/set/b/pass_at_2": 1.0,
+    }
+    check_names(found.metrics)
 
 
 def test_of_several_answers_the_share_of_prompts_with_a_right_one_is_told_for_fewer_too() -> None:

@@ -290,6 +290,11 @@ def test_held_out_rows_say_which_set_they_are_of(place: Place) -> None:
     write("gsm8k", "aime")
     with pytest.raises(UserError, match=r"no held-out row of .* is of the set 'openai/gsm8k'.*there are: aime, gsm8k"):
         run(place, *key, best, "eval.every=1")
+    with pytest.raises(
+        UserError, match=r"`eval.sets`: no held-out row of .* is of the set 'mine'.*there are: aime, gsm8k"
+    ):
+        run(place, *key, "eval.sets={aime: {max_response_tokens: 4}, mine: {max_response_tokens: 4}}")
+    assert run(place, *key, "eval.sets={aime: {max_response_tokens: 4}}").eval_rows == 2
     write(*map(str, range(65)))
     with pytest.raises(UserError, match=r"has 65 different values, such as '0' and '9': .* at most 64"):
         run(place, *key)
@@ -304,8 +309,15 @@ def test_rows_that_no_grader_is_for_are_named_and_those_held_out_as_well(place: 
     held_out.write_text('{"prompt": "1", "answer": "1", "kind": "sum"}\n')
     found = run(place, GRADERS, f"data.eval={held_out}", "eval.grader=math")
     assert any("4 rows have an empty answer, by which math finds no response right" in line for line in found.lines())
-    with pytest.raises(UserError, match=r"exact does not grade every held-out row: .* leaves out held_out\.jsonl:1"):
+    with pytest.raises(
+        UserError, match=r"exact does not grade every held-out row that .* leaves out held_out\.jsonl:1"
+    ):
         run(place, GRADERS, f"data.eval={held_out}", "eval.grader=exact")
+    by_set = ("eval.set_key=kind", "eval.sets={sum: {grader: exact}}")
+    with pytest.raises(
+        UserError, match=r"`eval.sets.sum.grader`: exact does not grade every held-out row that .*:1, which"
+    ):
+        run(place, GRADERS, f"data.eval={held_out}", *by_set)
     held_out.write_text('{"prompt": "1", "answer": "1", "kind": "verse"}\n')
     with pytest.raises(
         UserError, match=r"held_out\.jsonl:1: no grader with a weight grades this row, .*'kind' is 'verse'"
