@@ -304,9 +304,14 @@ def turn_end(tokenizer: Tokenizer) -> int | None:
     return next((int(token) for token in behind if int(token) in special), None)
 
 
+def opens_turn(text: str, mark: str) -> bool:
+    """Whether a text ends with what opens the assistant's turn. mark: `turn_mark`."""
+    return bool(mark) and mark in text and not _THOUGHTS.sub("", text.rpartition(mark)[2]).strip()
+
+
 def check_unrendered(text: str, mark: str, row: Row) -> None:
     """Raises UserError for a prompt that is rendered already: it would be within a message of the user. mark: `turn_mark`."""
-    if mark and mark in text and not _THOUGHTS.sub("", text.rpartition(mark)[2]).strip():
+    if opens_turn(text, mark):
         raise UserError(
             f"{row.where}: the prompt is text that ends with {mark!r}, as the model's chat template opens the assistant's turn. "
             "Such a prompt is rendered already, and would be rendered again, within a message of the user. Give what the user "

@@ -25,6 +25,7 @@ from megarl.data.chat import (
     check_unrendered,
     encode,
     has_chat_template,
+    opens_turn,
     render,
     turn_mark,
 )
@@ -170,19 +171,19 @@ def _check_prompt_type(prompt: object, row: Row, key: str) -> list[Message]:
 
 def _framed(prompt: str | list[Message], data: Data) -> str | list[Message]:
     """The prompt with what the recipe says around it."""
-
-    def framed(text: str) -> str:
-        return (data.prompt_template or PROMPT_PLACE).replace(PROMPT_PLACE, text) + data.prompt_suffix
-
     if isinstance(prompt, str):
         if data.system_prompt is None:
-            return framed(prompt)
+            return _frame(prompt, data)
         prompt = [{"role": "user", "content": prompt}]
     *before, last = prompt
     system: list[Message] = []
     if data.system_prompt is not None and prompt[0]["role"] not in SYSTEMS:
         system = [{"role": "system", "content": data.system_prompt}]
-    return [*system, *before, {**last, "content": framed(last["content"])}]
+    return [*system, *before, {**last, "content": _frame(last["content"], data)}]
+
+
+def _frame(text: str, data: Data) -> str:
+    return (data.prompt_template or PROMPT_PLACE).replace(PROMPT_PLACE, text) + data.prompt_suffix
 
 
 def _answer(row: Row, answer_key: str, data: Data) -> str:
@@ -278,6 +279,12 @@ def _tokenised(
         raise UserError(
             "data.system_prompt: the model's tokenizer has no chat template, in which the system could say something. Put the "
             "text into data.prompt_template, or add chat_template to tokenizer_config.json."
+        )
+    if opens_turn(_frame("", data), mark):
+        raise UserError(
+            f"data.prompt_template, with data.prompt_suffix, ends with {mark!r}, as the model's chat template opens the "
+            "assistant's turn: all of it would be rendered again, within a message of the user. Leave out what the chat template "
+            "writes."
         )
     rows = (parse_row(row, data, answered=answered) for row in read_rows(path))
     while batch := list(islice(rows, ROWS_PER_BATCH)):

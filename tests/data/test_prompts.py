@@ -54,6 +54,21 @@ def test_messages_and_strings_give_the_same_prompt(tmp_path: Path, chat_tokenize
     assert first.metadata["prompt_messages"] == second.metadata["prompt_messages"] == chat
 
 
+@pytest.mark.parametrize("suffix", ["", "\n"])
+def test_a_template_that_is_rendered_already_is_not_rendered_again(
+    tmp_path: Path, chat_tokenizer: Any, plain_tokenizer: Any, suffix: str
+) -> None:
+    """As templates for inputs are written where nobody applies the chat template."""
+    path = write(tmp_path, {"prompt": "1+1?", "answer": "2"})
+    rendered = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant"
+    given = data(path, prompt_template=rendered, prompt_suffix=suffix)
+    with pytest.raises(
+        UserError, match=r"^data\.prompt_template, .* ends with '<\|im_start\|>assistant', as the model's chat"
+    ):
+        load_prompts(path, chat_tokenizer, given)
+    assert load_prompts(path, plain_tokenizer, given).prompts[0].text.endswith(f"<|im_start|>assistant{suffix}")
+
+
 QWEN3 = CHAT_TEMPLATE.replace("assistant\\n", "assistant\\n<think>\\n")
 
 
