@@ -120,6 +120,10 @@ class CoordinatorActor:
         """Write down that the run goes back to a checkpoint; whether it has not been there too often."""
         return await self._at_work().rewind(to_step, to_number)
 
+    async def forget(self, number: int, waiting: Sequence[Sequence[int]]) -> None:
+        """No checkpoint from before the decision of this number is kept. waiting: groups under way then, as it has them."""
+        await self._at_work().decisions.forget(number, waiting)
+
     async def close(self) -> None:
         """Listen no more. Raises LedgerError where the book does not add up."""
         await self._at_work().close()

@@ -155,6 +155,11 @@ class Samples:
         ask = self.coordinator.handle.rewind.remote(to_step, to_number)
         return bool(self.wait(ask, "data", self.recipe.deadlines.save_s))
 
+    def forget(self, number: int, waiting: Sequence[Sequence[int]]) -> None:
+        """No checkpoint from before the decision of this number is kept. waiting: groups under way then, as it has them."""
+        ask = self.coordinator.handle.forget.remote(number, waiting)
+        self.wait(ask, "data", self.recipe.deadlines.save_s)
+
     def close(self) -> None:
         """The book has to add up, and what plays episodes gives back what it holds; the processes end with the run.
 

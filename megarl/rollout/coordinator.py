@@ -74,7 +74,7 @@ class Coordinator:
         self._planner = StepPlanner(recipe, model, self._pace, self.advantages, len(links), num_shards)
         self._asked_as: dict[Key, int] = {}  # numbers of groups that were asked for in an earlier life as well
         journal = replay or (recipe.run.folder / JOURNAL if recipe.train.journal else None)
-        self._decisions = Decisions(journal, replays=replay is not None)
+        self.decisions = Decisions(journal, replays=replay is not None)
         self._missing: set[int] = set()  # groups that the journal was to have, and has not
         self._trains = 0  # version of the weights that the last step was made for
         self._rewinds = Rewinds(recipe)
@@ -97,7 +97,7 @@ class Coordinator:
             await self._anew(again)  # before all else: those that are returned could be lost meanwhile
             await self._commit(before=step)
             if before:
-                self._decisions.make_again(step)
+                self.decisions.make_again(step)
                 await self._links.release()  # they were held once the step was made
             each = self._recipe.rollout.samples_per_prompt
             with self._progress.of(each * self._pace.groups_per_step, "samples"):
@@ -115,7 +115,7 @@ class Coordinator:
     @property
     def repeating(self) -> bool:
         """Whether steps are known that were made before the run was stopped: they need no server."""
-        return self._decisions.repeating
+        return self.decisions.repeating
 
     async def behind(self) -> None:
         """Returns once servers are needed: what is known of earlier steps has been made again."""
@@ -163,22 +163,22 @@ class Coordinator:
     async def close(self) -> None:
         """Listen no more. Raises LedgerError where the book does not add up."""
         await self._links.close()
-        await self._decisions.close()
+        await self.decisions.close()
         self.ledger.check_balance()
 
     def state(self) -> dict[str, Any]:
         """The place in the data, the groups asked for and not trained on, and the weight of the KL."""
         waiting = keys_of(entry for entry in self.ledger.under_way() if entry.phase != "taken")
         place = {**self._intake.state(waiting), **self.advantages.state()}
-        return {**place, "step": self._step, "decisions": self._decisions.last, "rewinds": self._rewinds.total}
+        return {**place, "step": self._step, "decisions": self.decisions.last, "rewinds": self._rewinds.total}
 
     async def rewind(self, to_step: int, to_number: int) -> bool:
         """Write down that the run goes back to a checkpoint, of this newest decision; whether not too often."""
         if not self._rewinds.may(to_step):
             return False
-        self._decisions.leave(f"step {self._step} is gone back over", self._step)
-        self._decisions.add("rewound", to_step, [(to_number, 0, 0)])
-        await self._decisions.write()
+        self.decisions.leave(f"step {self._step} is gone back over", self._step)
+        self.decisions.add("rewound", to_step, [(to_number, 0, 0)])
+        await self.decisions.write()
         return True
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ class Coordinator:
         self.advantages.load_state(state)
         self._step = int(state.get("step", self._step))
         self._rewinds.total = int(state.get("rewinds", 0))
-        self._decisions.resume(state.get("decisions"), state.get("waiting", ()))
+        self.decisions.resume(state.get("decisions"), state.get("waiting", ()))
 
     @property
     def samples(self) -> StepSamples:
@@ -208,9 +208,9 @@ class Coordinator:
             if choice.groups:
                 # In one go with the choice: a moment later a collector may have died with some of them.
                 self._take(choice.groups)
-                self._decisions.add("taken", self._step, self.ledger.keys(choice.groups))
-                self._decisions.add("late", self._step, self.ledger.keys(choice.drop))
-                await self._decisions.write()
+                self.decisions.add("taken", self._step, self.ledger.keys(choice.groups))
+                self.decisions.add("late", self._step, self.ledger.keys(choice.drop))
+                await self.decisions.write()
                 return await self._drop(choice.drop, "late")
             await self._change()
 
@@ -220,9 +220,9 @@ class Coordinator:
 
     async def _repeat(self) -> bool:
         """Decide as before the run was stopped, as far as that is known; whether the step has what it took then."""
-        while self._decisions.repeating and (key := self._intake.again()) is not None:
+        while self.decisions.repeating and (key := self._intake.again()) is not None:
             self._ask(key, recorded=True)  # what was under way even before
-        while (decision := self._decisions.again(self._step)) is not None:
+        while (decision := self.decisions.again(self._step)) is not None:
             if decision.kind == "admitted":
                 for key in decision.groups:
                     self._ask(self._intake.repeat(key), recorded=True)
@@ -240,15 +240,15 @@ class Coordinator:
             if decision.kind == "taken":
                 self._take(groups)
             elif anew:  # they may teach something now
-                self._decisions.take_back(decision)
+                self.decisions.take_back(decision)
             else:
                 self._refills.again(decision.groups, facts)
                 await self._drop(groups, self._refills.why)
             if anew:
-                self._decisions.leave(f"samples of step {self._step} were made anew", self._step)
+                self.decisions.leave(f"samples of step {self._step} were made anew", self._step)
             if decision.kind == "taken":
                 return True
-        self._decisions.leave(f"what step {self._step} took is not known", self._step)
+        self.decisions.leave(f"what step {self._step} took is not known", self._step)
         return False
 
     async def _pass_over(self, decision: Decision) -> None:
@@ -262,7 +262,7 @@ class Coordinator:
         """A group that is under way, once it has finished."""
         while (entry := self.ledger.get(group)) is None or entry.facts is None:
             if group in self._missing:
-                self._decisions.lacks(f"a group that step {self._step} had is not in it, or damaged")
+                self.decisions.lacks(f"a group that step {self._step} had is not in it, or damaged")
                 self._behind.set()
             await self._change()
         return entry.facts
@@ -277,7 +277,7 @@ class Coordinator:
 
     async def _admit(self) -> None:
         """Ask for as many groups as there is room for; for none while it is known what was asked for."""
-        if self._decisions.repeating:
+        if self.decisions.repeating:
             return
         steps = max(self._collecting, self._recipe.train.steps - self._step + self._collecting)
         left = steps * self._pace.groups_per_step  # what no step would train on is not asked for
@@ -286,8 +286,8 @@ class Coordinator:
             again = self._intake.again()
             key = again or self._intake.next(self._meant_for())
             self._ask(key, recorded=again is not None)
-            self._decisions.add("admitted", self._step, [] if again else [key])
-        await self._decisions.write()
+            self.decisions.add("admitted", self._step, [] if again else [key])
+        await self.decisions.write()
         await self._links.flush()
 
     def _ask(self, key: Key, *, recorded: bool) -> None:
@@ -301,7 +301,7 @@ class Coordinator:
         expected = self._lengths.get(key[0], 0.0) if self._recipe.rollout.longest_first else 0.0
         count, greedy = self._recipe.rollout.samples_per_prompt, self.advantages.needs_greedy
         self._flow.begins()
-        recorded = recorded and self._decisions.last is not None  # else there is no journal
+        recorded = recorded and self.decisions.last is not None  # else there is no journal
         self._links.post(owner, GroupTask(group, *key, count, greedy, expected, recorded))
 
     def _meant_for(self) -> int:
@@ -324,7 +324,7 @@ class Coordinator:
             self._finish(entry, facts)
             self._undecided.append(facts.group)
         self._changed.set()
-        if not self._decisions.repeating:
+        if not self.decisions.repeating:
             await self._refill()
 
     async def _refill(self) -> None:
@@ -332,7 +332,7 @@ class Coordinator:
         finished, self._undecided = self._undecided, []
         waiting = [entry for entry in map(self.ledger.get, finished) if entry is not None and entry.phase == "finished"]
         if dull := self._refills.choose(waiting):
-            self._decisions.add("dull", self._step, self.ledger.keys(dull))
+            self.decisions.add("dull", self._step, self.ledger.keys(dull))
             await self._drop(dull, self._refills.why)
             await self._admit()  # also while no step waits for them
 
@@ -388,13 +388,13 @@ class Coordinator:
         step, first = self._step, entries[0].asked.owner
         mine = [entry.asked.group for entry in entries if entry.asked.owner == first]
         await self._links.tell(first, lambda link: link.write(step, mine))
-        metrics = self._flow.metrics(await self._links.loads(), self._decisions.spent_s) | self._rewinds.metrics()
+        metrics = self._flow.metrics(await self._links.loads(), self.decisions.spent_s) | self._rewinds.metrics()
         metrics |= step_metrics.place_metrics(self.ledger, self._data, self._intake.place())
         try:
             self._samples, plan = self._planner.plan(entries, step, version, self._refills.facts(), metrics)
         except UnusableError:  # whoever goes on, once that is mended, is not to meet it again
             left = [entry for entry in self.ledger.under_way() if entry.facts is None or entry.facts.flawed]
             await self._drop([entry.asked.group for entry in left], "refused")
-            self._decisions.anew([*self._refills.flawed(), *keys_of(left)])
+            self.decisions.anew([*self._refills.flawed(), *keys_of(left)])
             raise
         return plan

@@ -41,6 +41,7 @@ OF_THE_SYSTEM = (
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN,
 )
+FORGOTTEN = "user_version"  # a number in the file's header that SQLite leaves to whoever writes it
 INSERT = "insert or replace into decisions values (?, ?, ?, ?, ?)"
 
 # admitted: asked for; dull: dropped because they taught nothing; late: dropped because they ran too long; taken: by a step.
@@ -91,7 +92,7 @@ class Decisions:
         one left is of no use.
         """
         self._last, self._earlier = after or 0, deque()
-        self._waiting = {(int(row), int(step), int(first)) for row, step, first in waiting}
+        self._waiting = _keys(waiting)
         if self._folder is None:
             return
         if after is None and not self._replays:
@@ -174,6 +175,15 @@ class Decisions:
             self._last += 1
             self._unwritten.append(Decision(self._last, kind, step, tuple(groups)))
 
+    async def forget(self, number: int, waiting: Iterable[Sequence[int]]) -> None:
+        """No life goes on from before the decision of this number any more: it and those before it are removed.
+
+        waiting: as of `resume`, of whoever goes on from there. What cannot be removed now is told, and goes another time.
+        """
+        if self._folder is not None and not self._replays:
+            self._waiting |= _keys(waiting)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._forget, number)
+
     async def write(self) -> None:
         """All that were made until now are on the disk when this returns. Raises JournalError."""
         made, self._unwritten = self._unwritten, []
@@ -199,6 +209,14 @@ class Decisions:
                 "train.journal to false, and go on with --resume."
             ) from error
         self.spent_s += time.perf_counter() - began
+
+    def _forget(self, number: int) -> None:
+        try:
+            with self._opened() as file:
+                file.execute("delete from decisions where number <= ?", (number,))
+                file.execute(f"pragma {FORGOTTEN} = {number}")
+        except (sqlite3.Error, OSError) as error:
+            log.warning("%s: decisions that nobody needs any more stay for now: %s", self._folder, error)
 
     def _opened(self) -> sqlite3.Connection:
         if self._file is None:
@@ -242,6 +260,8 @@ def read_decisions(folder: Path, after: int) -> list[Decision]:
     found: list[Decision] = []
     try:
         with closing(sqlite3.connect(path, timeout=BUSY_S)) as file:
+            if _forgotten(file) > after:
+                return []
             for row in file.execute("select * from decisions where number > ? order by number", (after,)):
                 found.append(_decision(row, after + len(found) + 1))
     except (sqlite3.Error, ValueError) as error:
@@ -250,6 +270,16 @@ def read_decisions(folder: Path, after: int) -> list[Decision]:
             "%s: decisions after number %d cannot be read (%s): they are made anew", path, after + len(found), error
         )
     return found
+
+
+def _keys(groups: Iterable[Sequence[int]]) -> set[Key]:
+    """As they are written in a checkpoint."""
+    return {(int(row), int(step), int(first)) for row, step, first in groups}
+
+
+def _forgotten(file: sqlite3.Connection) -> int:
+    """Number of the newest decision that was removed because nobody needs it; 0 where none was."""
+    return int(file.execute(f"pragma {FORGOTTEN}").fetchone()[0])
 
 
 def _spoken_of(folder: Path) -> set[Key]:
@@ -273,6 +303,8 @@ def forget_decisions(folder: Path, after: int) -> None:
         try:
             with closing(sqlite3.connect(path, timeout=BUSY_S)) as file, file:
                 file.execute("delete from decisions where number > ?", (after,))
+                if _forgotten(file) > after:
+                    file.execute(f"pragma {FORGOTTEN} = {after}")  # numbers begin anew
         except (
             sqlite3.Error,
             ValueError,

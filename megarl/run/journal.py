@@ -9,7 +9,7 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,8 @@ MODEL = "model's fingerprint"
 OF_ROWS = f" of the rows of {ROWS_PATH}"
 PACKAGES = ("torch", "megatron-core")
 SHOWN = 5  # differences
+
+Forget = Callable[[int, Sequence[Sequence[int]]], object]
 
 
 def made_with(recipe: Recipe, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
@@ -219,12 +221,20 @@ def evaluations_before(loaded: Loaded[Recipe]) -> dict[int, EvalResult]:
     return found
 
 
-def trim_journal(recipe: Recipe, checkpoints: list[Committed]) -> None:
-    """Forget groups that no checkpoint needs to go on from, unless all are kept. checkpoints: those kept, oldest first."""
+def trim_journal(recipe: Recipe, checkpoints: list[Committed], forget_decisions: Forget) -> None:
+    """Forget groups and decisions that no checkpoint needs to go on from, unless all are kept.
+
+    checkpoints: those kept, oldest first. forget_decisions: as of `Samples.forget`; who writes them removes them.
+    """
     if checkpoints and recipe.train.journal_keep == "needed":
         oldest = checkpoints[0]
         waiting = [int(step) for _, step, _ in oldest.state.get("data", {}).get("waiting", ())]
         forget(recipe.run.folder / JOURNAL, before=min([oldest.step + 1, *waiting]))
+        # Not the oldest's: numbers begin anew behind a life without a journal, whose checkpoints have none.
+        states = [each.state.get("data", {}) for each in checkpoints]
+        known = [(state["decisions"], state.get("waiting", ())) for state in states if state.get("decisions")]
+        if known:
+            forget_decisions(*min(known, key=lambda each: int(each[0])))
 
 
 def _held_out(recipe: Recipe) -> list[str]:

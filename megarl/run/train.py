@@ -92,7 +92,7 @@ def _train(
                 Devices(checked.plan.devices, recipe.cluster.peak_tflops),
                 recipe.train.async_save,
                 run.stop,
-                on_commit=lambda: trim_journal(recipe, run.checkpoints.committed()),
+                on_commit=lambda: trim_journal(recipe, run.checkpoints.committed(), session.rollout.samples.forget),
                 recoveries=recoveries.total,
             )
             state = recorder.restore(run.committed)

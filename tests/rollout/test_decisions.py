@@ -221,3 +221,48 @@ def test_groups_stay_whose_decisions_are_newer_than_damaged_ones(
     content[second : second + page] = bytes(page)
     (tmp_path / FILE).write_bytes(content)
     assert {*keys[-200:]} <= _stays(tmp_path, 1000, monkeypatch) < {*keys}
+
+
+def test_what_no_life_goes_on_from_is_removed_and_that_is_no_damage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def go() -> None:
+        decisions = Decisions(tmp_path)
+        first(decisions)
+        await decisions.forget(2, [])
+        await decisions.close()
+
+    asyncio.run(go())
+    assert repeated(tmp_path, after=2) == ALL[2:]
+    assert read_decisions(tmp_path, 0) == read_decisions(tmp_path, 1) == []
+    assert not caplog.text
+    assert repeated(tmp_path, after=0) == []  # from the beginning, where the checkpoints are gone: all is decided anew
+    life(tmp_path, first)
+    assert repeated(tmp_path) == ALL
+
+
+def test_a_disk_that_forgets_nothing_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / FILE).mkdir()
+    asyncio.run(Decisions(tmp_path).forget(2, []))
+    assert "decisions that nobody needs any more stay for now: unable to open" in caplog.text
+
+
+def test_groups_that_waited_where_decisions_are_forgotten_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were asked for while a checkpoint's steps were made again, and nothing else speaks of them."""
+    known: list[set[Key]] = []
+    monkeypatch.setattr(module, "forget_others", lambda folder, step, groups: known.append(set(groups)))
+
+    async def go() -> None:
+        decisions = Decisions(tmp_path)
+        decisions.resume(0)
+        first(decisions)
+        await decisions.write()
+        await decisions.forget(3, [list(C)])
+        decisions.leave("it ends", 2)
+        await decisions.forget(4, [])
+        decisions._left = False
+        decisions.leave("it ends", 2)
+        await decisions.close()
+
+    asyncio.run(go())
+    assert known == [{B, C}, {C}]

@@ -78,6 +78,7 @@ class Life:
         self.went = False  # whether it has gone back
         self.finished = 0  # groups of the step that was not made
         self.stale: list[float] = []  # samples that are too old to be trained on, in each step
+        self.commits: list[int] = []  # steps of checkpoints, of which the newest alone is kept
         self.dies: int | None = None  # the step whose samples die with their collector as they are handed over
 
     def run(self, last: int, place: Any = None, finished: int | None = None, back: Any = None) -> Life:
@@ -143,6 +144,9 @@ class Life:
             await local.coordinator.release(step + 1)  # the next weights are there
             await asyncio.sleep(0.004)
             self.places[step] = local.coordinator.state()
+            if step in self.commits:
+                place = self.places[step]
+                await local.coordinator.decisions.forget(place["decisions"], place["waiting"])
 
 
 def content(shards: Sequence[Shard], rewards: Any) -> list[Any]:
@@ -178,6 +182,22 @@ def test_steps_after_the_checkpoint_are_the_same_to_the_bit(tmp_path: Path, roll
     assert ended.needed == [False, False, True, True]
     again = Life(tmp_path, 1, **rollout).run(STEPS, ended.places[4])
     assert again.steps == {step: ended.steps[step] for step in (5, 6)}
+
+
+@pytest.mark.parametrize("rollout", MODES, ids=["synchronous", "asynchronous", "late groups are dropped", "carry-over"])
+def test_decisions_that_a_checkpoint_makes_needless_change_nothing(tmp_path: Path, rollout: dict[str, Any]) -> None:
+    """Committed at steps 1 and 2, killed after 5; then again at 3, while that is made again, and killed after 6."""
+    before = Life(tmp_path, 2, **rollout)
+    before.commits = [1, 2]
+    before.run(5)
+    kept = sqlite3.connect(tmp_path / "run" / JOURNAL / FILE).execute("select min(number) from decisions").fetchone()
+    assert kept == (before.places[2]["decisions"] + 1,)
+    after = Life(tmp_path, 1, **rollout)
+    after.commits = [3]
+    after.run(STEPS, before.places[2])
+    assert {step: after.steps[step] for step in (3, 4, 5)} == {step: before.steps[step] for step in (3, 4, 5)}
+    again = Life(tmp_path, 2, **rollout).run(STEPS, after.places[3])
+    assert again.steps == {step: after.steps[step] for step in (4, 5, 6)} and not any(again.needed)
 
 
 BACK = {"train": {"max_rewinds": 2}, "algorithm": {"on_logprob_diff": "rewind", "max_logprob_diff": 1.0}}

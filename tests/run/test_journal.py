@@ -234,13 +234,25 @@ def test_what_no_checkpoint_needs_is_forgotten(
     tmp_path: Path, journal: Path, waiting: list[list[int]], left: list[int]
 ) -> None:
     """The older of two checkpoints is of step 3; a group that was under way then was meant for that step."""
-    kept = [Committed(tmp_path, step, {"data": {"waiting": waiting}}) for step in (3, 4)]
-    trim_journal(recipe_of(tmp_path, train={"steps": 1, "journal_keep": "all"}), kept)
-    assert steps_of(journal) == [2, 3, 4]
-    trim_journal(recipe_of(tmp_path), kept)
-    assert steps_of(journal) == left
-    trim_journal(recipe_of(tmp_path), [])
-    assert steps_of(journal) == left
+    kept = [Committed(tmp_path, step, {"data": {"waiting": waiting, "decisions": 2 * step}}) for step in (3, 4)]
+    told: list[Any] = []
+    trim_journal(recipe_of(tmp_path, train={"steps": 1, "journal_keep": "all"}), kept, lambda *each: told.append(each))
+    assert steps_of(journal) == [2, 3, 4] and not told
+    trim_journal(recipe_of(tmp_path), kept, lambda *each: told.append(each))
+    assert steps_of(journal) == left and told == [(6, waiting)]
+    trim_journal(recipe_of(tmp_path), [], lambda *each: told.append(each))
+    assert steps_of(journal) == left and len(told) == 1
+
+
+@pytest.mark.parametrize(("numbers", "told"), [((9, None, 4), [4]), ((None,), []), ((0, 3), [3])])
+def test_decisions_are_forgotten_by_the_numbers_that_the_journal_has_now(
+    tmp_path: Path, numbers: tuple[int | None, ...], told: list[int]
+) -> None:
+    """Behind a life without a journal they begin anew; a checkpoint from before has a larger one, of others."""
+    kept = [Committed(tmp_path, step, {"data": {"decisions": each}}) for step, each in enumerate(numbers, 1)]
+    found: list[int] = []
+    trim_journal(recipe_of(tmp_path), kept, lambda number, _: found.append(number))
+    assert found == told
 
 
 def test_the_code_of_environments_and_tools_is_a_part_of_what_samples_are_made_with(tmp_path: Path) -> None:
