@@ -110,21 +110,24 @@ def preflight(
     resume: bool = False,
     forgets: bool = False,
     here: bool = True,
+    replays: bool = False,
 ) -> Preflight:
     """Check a run of `megarl train`. Raises UserError for the first thing that cannot work.
 
-    sources: where its values were given (`Loaded.sources`). here: the run's devices are this machine's.
+    sources: where its values were given (`Loaded.sources`). here: the run's devices are this machine's. replays: its samples are
+    a journal's, so that no server, grader or tool is asked.
     """
     with reading():
-        return _preflight(recipe, sources, check_start(recipe, resume=resume, forgets=forgets, here=here), here)
+        start = check_start(recipe, resume=resume, forgets=forgets, here=here)
+        return _preflight(recipe, sources, start, here, replays)
 
 
-def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: bool) -> Preflight:
+def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: bool, replays: bool) -> Preflight:
     plan, platform, committed = start
     check_room_beside(recipe, platform, here=here)
     for file in filter(None, (recipe.data.train, recipe.data.eval)):
         check_rows(file, recipe.data, answered=recipe.agent is None)
-    model, tool_tokens = _check_generation(recipe)
+    model, tool_tokens = (_check_model(recipe), 0) if replays else _check_generation(recipe)
     _check_sync(recipe, model)
     check_roles(recipe, model)
     check_experts(recipe, model, platform)
@@ -142,7 +145,8 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
     digests = digests_of(prompts.prompts, recipe.data)
     held_out, notes = _eval_rows(recipe, model, tool_tokens)
     check_best(recipe, held_out)
-    check_graded(recipe, prompts.prompts, held_out, sets)
+    if not replays:
+        check_graded(recipe, prompts.prompts, held_out, sets)
     notes = (
         *staleness_notes(recipe),
         *learning_notes(recipe),
@@ -151,7 +155,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         *row_notes(recipe, recipe.data.train, prompts, tool_tokens),
         *notes,
     )
-    external = check_servers(recipe, model, platform, here=here)
+    external = None if replays else check_servers(recipe, model, platform, here=here)
     committed = _read_whole(recipe, committed, rows, digests)
     return Preflight(
         plan, platform, model, rows, prompts.num_dropped, len(held_out), notes, external, digests, committed
@@ -302,7 +306,17 @@ def _check_report(recipe: AnyRecipe) -> None:
 
 
 def _check_generation(recipe: Recipe) -> tuple[ModelConfig, int]:
-    """Model folder, context length, the servers' layout, the graders, and the agent, with what its tools take of prompts."""
+    """The model, the servers' layout, the graders, and the agent, with what its tools take of prompts."""
+    model = _check_model(recipe)
+    check_server_layout(model, recipe.rollout.tp)
+    check_graders(recipe.reward)
+    if recipe.agent is None:
+        return model, 0
+    return model, check_agent(recipe, load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs))
+
+
+def _check_model(recipe: Recipe) -> ModelConfig:
+    """The model's folder, and its context length."""
     model = check_model_folder(recipe.model.path)
     if model.head == "score":
         raise UserError(
@@ -310,11 +324,7 @@ def _check_generation(recipe: Recipe) -> tuple[ModelConfig, int]:
             "generates nothing. Name a language model; this one may be reward_model.path or critic.path."
         )
     check_context(model, longest_served(recipe), served_parts(recipe))
-    check_server_layout(model, recipe.rollout.tp)
-    check_graders(recipe.reward)
-    if recipe.agent is None:
-        return model, 0
-    return model, check_agent(recipe, load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs))
+    return model
 
 
 def _check_sync(recipe: Recipe, model: ModelConfig) -> None:

@@ -122,7 +122,7 @@ def _replay(
     recipe = loaded.recipe
     # The run's own keys were checked by the run; some of them are for servers.
     given = {text.partition("=")[0] for text in loaded.overrides}
-    checked = preflight(recipe, sources={key: at for key, at in loaded.sources.items() if key in given})
+    checked = preflight(recipe, sources={key: at for key, at in loaded.sources.items() if key in given}, replays=True)
     check_inputs(replay, recipe, checked.rows, checked.digests)
     changed = changes(replay.folder, recorded, recipe)
     from megarl.run.session import replay_session
