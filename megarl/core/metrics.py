@@ -65,6 +65,9 @@ _METRICS: dict[str, MetricSpec] = {
         "reward", "scores of the grader NAME, before its weight: mean over the step's samples", ".3f"
     ),
     "reward/by/NAME/std": MetricSpec("reward", "population standard deviation of the same", ".3f"),
+    "reward/by/NAME/KEY": MetricSpec(
+        "1", "what the grader NAME gave beside its score as KEY, mean over the step's samples that have it", ".3f"
+    ),
     "reward/by/NAME/failures": MetricSpec("samples", "samples that the grader NAME gave no score", ".0f"),
     "reward/model_score": MetricSpec("reward", "score of the reward model at the last token, before its weight", ".3f"),
     "reward/kl": MetricSpec("nats", "KL to the reference, mean over trained tokens; only with kl_in: reward", ".2e"),
@@ -245,7 +248,12 @@ _METRICS: dict[str, MetricSpec] = {
         ".3f",
     ),
     "eval/turns_mean": MetricSpec("turns", "responses of the policy in one held-out episode, mean", ".2f"),
-    "eval/by/NAME": MetricSpec("1", "what the environment gave as its metric NAME, mean over held-out episodes", ".3f"),
+    "eval/by/NAME": MetricSpec(
+        "1",
+        "what the environment gave as its metric NAME, mean over held-out episodes; GRADER/KEY: reward/by/GRADER/KEY of "
+        "held-out samples",
+        ".3f",
+    ),
     "eval/set/NAME/accuracy": MetricSpec("fraction", "eval/accuracy of the rows whose eval.set_key is NAME", ".3f"),
     "eval/set/NAME/reward": MetricSpec("reward", "eval/reward of the same", ".3f"),
     "eval/pass_at_K": MetricSpec("fraction", "held-out prompts with a right one among K of their answers", ".3f"),
@@ -330,24 +338,7 @@ _ROWS = (
     (re.compile(r"^eval/set/.*/"), "eval/set/NAME/"),
     (re.compile(r"(?<=/)pass_at_\d+$"), "pass_at_K"),
     (re.compile(r"^reward/by/[A-Za-z0-9_]+/"), "reward/by/NAME/"),
-)
-
-_GROUPS: Mapping[str, str] = MappingProxyType(
-    {
-        "reward": "What the graders said of the step's samples, also of groups that were left out or replaced.",
-        "rollout": "The step's samples, as they were generated, also of groups that were left out or replaced.",
-        "agent": "The step's episodes; only with a section `agent`.",
-        "actor": "The update of the policy; where `actor.epochs` is above 1, of the step's last epoch.",
-        "critic": "The update of the critic; where `critic.epochs` is above 1, of the step's last epoch.",
-        "sft": "Training on demonstrations.",
-        "rm": "Training of a reward model on pairs.",
-        "dpo": "Training of a policy on pairs.",
-        "eval": "Held-out prompts; only at steps with an evaluation.",
-        "sync": "The weights on their way to the servers.",
-        "data": "The training rows.",
-        "perf": "Seconds, rates and memory.",
-        "memory": "What ranks held at most, by what was done.",
-    }
+    (re.compile(r"^reward/by/NAME/(?!(mean|std|failures)$)[A-Za-z0-9_.-]+$"), "reward/by/NAME/KEY"),
 )
 
 
@@ -379,22 +370,7 @@ def format_value(name: str, value: float) -> str:
     return "-" if math.isnan(value) else format(value, METRICS[row_of(name)].format)
 
 
-def render_docs() -> str:
-    """docs/metrics.md: one table for each group."""
-    lines = [
-        "# Metrics",
-        "",
-        "All that a run writes to the console, `metrics.jsonl`, TensorBoard or wandb. Another name is refused.",
-        "This page is made from `megarl/core/metrics.py`: `python -m megarl.core.metrics > docs/metrics.md`.",
-    ]
-    for group, about in _GROUPS.items():
-        lines += ["", f"## {group}", about, "", "| name | unit | meaning |", "|---|---|---|"]
-        rows = {name: spec for name, spec in METRICS.items() if name.startswith(f"{group}/")}
-        lines += [
-            f"| `{name}` | {spec.unit} | {spec.meaning.replace('|', chr(92) + '|')} |" for name, spec in rows.items()
-        ]
-    return "\n".join(lines) + "\n"
-
-
 if __name__ == "__main__":
+    from megarl.core.metrics_page import render_docs
+
     print(render_docs(), end="")

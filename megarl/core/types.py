@@ -73,7 +73,8 @@ class Sample:
     reward_parts: dict[str, float | None] = field(default_factory=dict)  # each grader's score; None where it failed
     grade_failure: str | None = None  # why no grade could be given: counted apart from a reward of zero
     metadata: dict[str, Any] = field(default_factory=dict)
-    numbers: dict[str, float] = field(default_factory=dict)  # what an episode counted: turns, seconds, tool calls
+    # What an episode counted: turns, seconds, tool calls. What a grader said beside its score: reward/by/GRADER/KEY.
+    numbers: dict[str, float] = field(default_factory=dict)
     # [P + R - 1, layers x k], the experts that the rollout chose for each token but the last; None where it does not say.
     routing: RoutingArray | None = None
     # Rising positions of the response at which another sequence begins, which knows nothing of what stands before it.

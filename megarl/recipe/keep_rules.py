@@ -11,7 +11,8 @@ from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe
 
 _SET = "eval/set/"
-_OF_AGENTS = ("eval/turns_mean", "eval/by/NAME")
+_OF_AGENT = "eval/turns_mean"
+_BY = "eval/by/"  # what an environment counts, or, before another slash, what a grader says beside its score
 
 
 def set_of(metric: str) -> str | None:
@@ -29,7 +30,7 @@ def held_out_metrics(recipe: AnyRecipe, held_out_set: str = "NAME") -> list[str]
         return [name for name in METRICS if name.startswith(f"{kind}/eval_")]
     found: list[str] = []
     for name in (each for each in METRICS if each.startswith("eval/")):
-        if (name.startswith(_SET) and recipe.eval.set_key is None) or (name in _OF_AGENTS and recipe.agent is None):
+        if (name.startswith(_SET) and recipe.eval.set_key is None) or (name == _OF_AGENT and recipe.agent is None):
             continue
         of_set = pass_counts(recipe.eval.of_set(held_out_set).samples_per_prompt)
         counts = of_set if name.startswith(_SET) else pass_counts_of_all(recipe.eval)
@@ -41,6 +42,8 @@ def _written(recipe: AnyRecipe, metric: str) -> bool:
     """Whether a run of the recipe writes the metric; of which sets and by which names, its rows and its environment say."""
     count = re.search(r"/pass_at_(\d+)$", metric)
     name = row_of(metric).replace("at_K", f"at_{count[1]}") if count else row_of(metric)
+    if isinstance(recipe, Recipe) and metric.startswith(_BY) and recipe.agent is None:
+        return metric.removeprefix(_BY).partition("/")[0] in recipe.reward.by_name()
     return name in held_out_metrics(recipe, set_of(metric) or "NAME")
 
 

@@ -18,7 +18,7 @@ from megarl.recipe.reward import Code, HttpGrader, Judge, Reward, Rule
 from megarl.recipe.reward import Grader as Settings
 from megarl.rewards.check import read_key
 from megarl.rewards.code import CodeGrader
-from megarl.rewards.grade import Grade, Grader
+from megarl.rewards.grade import FIGURES, Grade, Grader
 from megarl.rewards.graders import GraderPool
 from megarl.rewards.http import JsonClient
 from megarl.rewards.judge import JudgeGrader
@@ -39,12 +39,14 @@ class Combined:
     """What all graders say of one response.
 
     reward: the weighted sum, 0 where a grader failed. parts: the own score of each that grades the row, None where it failed.
-    failure: which graders failed and why, by name; None where none did.
+    failure: which graders failed and why, by name; None where none did. figures: what they say beside their scores, as
+    Sample.numbers has it.
     """
 
     reward: float
     parts: dict[str, float | None]
     failure: str | None
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,10 @@ class Graders:
         failures = [f"{name}: {grade.failure}" for name, grade in by_name.items() if grade.failure is not None]
         total = sum(self._members[name].weight * grade.reward for name, grade in by_name.items())
         parts = {name: grade.reward if grade.failure is None else None for name, grade in by_name.items()}
-        return Combined(0.0 if failures else total, parts, "; ".join(failures) or None)
+        figures = {
+            f"{FIGURES}{name}/{key}": each for name, grade in by_name.items() for key, each in grade.figures.items()
+        }
+        return Combined(0.0 if failures else total, parts, "; ".join(failures) or None, figures)
 
     async def close(self) -> None:
         """End all of them."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.core.errors import MegarlError
-from megarl.rewards.grade import Grade, failed, number
+from megarl.rewards.grade import Grade, failed, grade_of
 from megarl.rewards.http import ANSWER_SHOWN, CallError, JsonClient
 from megarl.rewards.patience import ENOUGH, InFlight, Patience, UnderWay
 
@@ -141,4 +141,4 @@ def _rewards(answer: Any, count: int) -> list[Grade]:
     if not isinstance(rewards, list) or len(rewards) != count:
         shown = repr(answer)[:ANSWER_SHOWN]
         raise CallError(f'error: wanted is {{"rewards": [{count} numbers]}}, and the server answered {shown}')
-    return [number(reward) for reward in rewards]
+    return [grade_of(reward) for reward in rewards]

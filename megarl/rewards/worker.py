@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megarl.core.errors import UserError
-from megarl.rewards.grade import Grade, failed, number, score_of
+from megarl.rewards.grade import Grade, failed, grade_of
 from megarl.rewards.resolve import RewardFn, resolve_reward
 
 HEADER = struct.Struct("<I")
@@ -44,7 +44,7 @@ def grade(
     """The function's grade, or why there is none: `error: ...` or `not a number: ...`. wait: gives what a coroutine gives."""
     try:
         found = function(prompt=prompt, response=response, answer=answer, metadata=metadata)
-        return number(score_of(wait(found) if inspect.iscoroutine(found) else found))
+        return grade_of(wait(found) if inspect.iscoroutine(found) else found)
     except (Exception, SystemExit) as error:  # a user's function may raise anything; the run goes on
         return failed(f"error: {type(error).__name__}: {_words(error)}")
 

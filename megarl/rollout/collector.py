@@ -305,6 +305,7 @@ class Collector:
             sample.reward += grade.reward
             sample.reward_parts = sample.reward_parts | grade.parts
             sample.grade_failure = grade.failure
+            sample.numbers = sample.numbers | grade.figures
         elif sample.numbers.get("environment_failures") and not self._environment_failed:
             self._environment_failed = True  # people are told of the first: the step's line comes late
             self.notices.tell(f"the episode {sample.id} failed: {sample.metadata['failure']}")

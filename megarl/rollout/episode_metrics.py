@@ -1,4 +1,4 @@
-"""What episodes were like, from the numbers that collectors told of them."""
+"""What episodes were like, and what graders said beside their scores, from the numbers that collectors told of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.rewards.grade import FIGURES, first_figures
 from megarl.rollout.facts import Flags, GroupFacts
 
 Numbers = Mapping[str, NDArray[np.float64]]
@@ -17,7 +18,7 @@ FAMILIES = ("truncated_by/", "by/")  # of means
 
 
 def episode_metrics(seen: Sequence[GroupFacts], kept: Sequence[Flags]) -> dict[str, float]:
-    """Of a step's episodes; nothing where samples are single responses. kept: of each group, which samples can be used."""
+    """Of a step's episodes, and of what graders said beside their scores. kept: of each group, which samples can be used."""
     used = _joined({name: values[flags] for name, values in facts.numbers.items()} for facts, flags in _zip(seen, kept))
     every = _joined(facts.numbers for facts in seen)
     if not every:
@@ -28,17 +29,31 @@ def episode_metrics(seen: Sequence[GroupFacts], kept: Sequence[Flags]) -> dict[s
         **({"agent/turns_mean": float(turns.mean()), "agent/turns_max": float(turns.max())} if len(turns) else {}),
         **{f"agent/{name}": float(values.mean()) for name, values in means.items() if len(values)},
         **{f"agent/{name}": float(every[name].sum()) for name in SUMS if name in every},
+        **{f"{FIGURES}{name}": mean for name, mean in _figures(used).items()},
     }
 
 
 def eval_metrics(parts: Iterable[Numbers]) -> dict[str, float]:
-    """Of held-out episodes: their turns, and what the environment counted."""
+    """Of held-out episodes: their turns, and what the environment counted; what graders said beside their scores."""
     found = _joined(parts)
     return {
-        "eval/turns_mean" if name == "turns" else f"eval/{name}": float(values.mean())
-        for name, values in found.items()
-        if len(values) and (name == "turns" or name.startswith("by/"))
+        **{
+            "eval/turns_mean" if name == "turns" else f"eval/{name}": float(values.mean())
+            for name, values in found.items()
+            if len(values) and (name == "turns" or name.startswith("by/"))
+        },
+        **{f"eval/by/{name}": mean for name, mean in _figures(found).items()},
     }
+
+
+def _figures(found: Numbers) -> dict[str, float]:
+    """Means by GRADER/KEY, over the samples that have it."""
+    by_grader: dict[str, list[str]] = {}
+    for name in (each for each, values in found.items() if each.startswith(FIGURES) and len(values)):
+        grader, key = name.removeprefix(FIGURES).split("/")
+        by_grader.setdefault(grader, []).append(key)
+    names = (f"{grader}/{key}" for grader, keys in by_grader.items() for key in first_figures(keys))
+    return {name: float(found[f"{FIGURES}{name}"].mean()) for name in names}
 
 
 def _zip(seen: Sequence[GroupFacts], kept: Sequence[Flags]) -> Iterable[tuple[GroupFacts, Flags]]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from megarl.core.log import get_logger
 from megarl.core.types import Sample
+from megarl.rewards.grade import FIGURES
 from megarl.rollout import filters
 
 log = get_logger(__name__)
@@ -38,6 +39,7 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
             "id": sample.id,
             "reward": sample.reward if id(sample) in graded else None,
             "parts": sample.reward_parts,
+            **({"figures": figures} if (figures := _figures(sample)) else {}),
             "status": sample.status.value,
             "response_tokens": len(sample.response_ids),
             **_said(sample),
@@ -70,4 +72,10 @@ def _said(sample: Sample) -> dict[str, Any]:
         return {"prompt": sample.prompt.text, "response": sample.response_text}
     names = ("messages", "turn_rewards")
     told = {name: sample.metadata[name] for name in names if name in sample.metadata}
-    return told | ({"numbers": sample.numbers} if sample.numbers else {})
+    numbers = {name: each for name, each in sample.numbers.items() if not name.startswith(FIGURES)}
+    return told | ({"numbers": numbers} if numbers else {})
+
+
+def _figures(sample: Sample) -> dict[str, float]:
+    """What graders said beside their scores, by GRADER/KEY."""
+    return {name.removeprefix(FIGURES): each for name, each in sample.numbers.items() if name.startswith(FIGURES)}

@@ -10,7 +10,8 @@ import pytest
 
 import megarl
 from megarl.core.errors import MegarlError
-from megarl.core.metrics import METRICS, OUTSIDE, PHASES, check_names, format_value, render_docs
+from megarl.core.metrics import METRICS, OUTSIDE, PHASES, check_names, format_value
+from megarl.core.metrics_page import render_docs
 
 PACKAGE = Path(megarl.__file__).parent
 GROUPS = "reward|rollout|actor|sft|eval|sync|data|perf"
@@ -51,10 +52,10 @@ def test_every_phase_of_a_step_has_a_metric_and_no_other() -> None:
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:
-    check_names(["reward/mean", "perf/step_s", "reward/by/style_2/mean"])
+    check_names(["reward/mean", "perf/step_s", "reward/by/style_2/mean", "reward/by/style_2/acc.strict"])
     with pytest.raises(MegarlError, match=r"reward/meen \(nearest: reward/mean\)"):
         check_names(["reward/mean", "reward/meen"])
-    for name in ("reward/by/style/median", "reward/by/a b/mean", "reward/by/mean", "x/reward/by/style/mean"):
+    for name in ("reward/by/style/a/b", "reward/by/a b/mean", "reward/by/mean", "x/reward/by/style/mean"):
         with pytest.raises(MegarlError, match=name):
             check_names([name])
     assert format_value("reward/by/style/mean", 0.25) == "0.250"

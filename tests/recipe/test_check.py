@@ -448,6 +448,7 @@ def test_values_that_contradict_each_other(recipe_file: Path, overrides: list[st
         ("eval/set/a/b/pass_at_8", ["eval.set_key=source", "eval.samples_per_prompt=8", "eval.temperature=1.0"]),
         ("eval/by/score", ["agent.environment=maze"]),
         ("eval/set/b/pass_at_8", ["eval={set_key: source, temperature: 1.0, sets: {b: {samples_per_prompt: 8}}}"]),
+        ("eval/by/math/acc", []),
     ],
 )
 def test_the_best_may_be_known_by_whatever_the_run_writes(recipe_file: Path, metric: str, given: list[str]) -> None:

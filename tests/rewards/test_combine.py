@@ -51,6 +51,13 @@ def test_the_reward_is_the_weighted_sum_of_what_all_say() -> None:
     assert wrong == Combined(pytest.approx(0.5 * 0.4 - 0.25 * 0.8), {"right": 0.0, "long": 0.4, "rude": 0.8}, None)
 
 
+def test_figures_have_the_names_of_their_graders() -> None:
+    remote = FakeRemote(score=lambda item: {"score": 0.5, "acc": 1, "why": "short"})
+    [found] = talk(remote, made()[1], lambda g: asyncio.gather(g.grade("", "42", "42", {})))
+    assert found.parts == {"right": 1.0, "long": 0.5, "rude": 0.8} and found.failure is None
+    assert found.figures == {"reward/by/long/acc": 1.0}
+
+
 def test_who_does_not_grade_a_row_is_not_asked_and_counts_nothing() -> None:
     """The judge would fail at it."""
     remote, judge = FakeRemote(score=lambda item: 0.5), FakeJudge(reply=lambda _: "Hm.")

@@ -1,7 +1,8 @@
 import asyncio
 import functools
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,16 @@ naughty = resolve_reward("grading:naughty", Path(__file__).parent)
 def grade(function: Callable[..., Any], *asked: Any) -> Grade:
     with Loop() as loop:
         return worker.grade(function, loop.run, *asked)
+
+
+class Odd:
+    """No number, and not to be shown."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("a tensor with 2 elements cannot be converted to a scalar")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
 
 
 @pytest.mark.parametrize(
@@ -74,10 +85,32 @@ def test_a_coroutine_is_waited_for_on_one_loop_and_its_errors_are_the_functions(
 
 
 def test_the_score_is_taken_out_of_what_a_function_says_beside_it() -> None:
-    assert grade(lambda **_: {"score": 0.25, "acc": True, "pred": "4"}, "", "", "", {}) == Grade(0.25)
+    assert grade(lambda **_: {"score": 0.25, "acc": True, "pred": "4"}, "", "", "", {}) == Grade(
+        0.25, None, {"acc": 1.0}
+    )
     for value in ({"score": None}, {"reward": 1.0}, {"score": float("nan")}):
         found = grade(lambda value=value, **_: value, "", "", "", {})
         assert found.failure is not None and found.failure.startswith("not a number: ")
+
+
+def test_figures_beside_the_score_are_numbers_by_names_that_metrics_can_have() -> None:
+    def said(value: dict[Any, Any]) -> Mapping[str, float]:
+        found = grade(lambda **_: {"score": 1.0, **value}, "", "", "", {})
+        assert (found.reward, found.failure) == (1.0, None), "what stands beside the score takes nothing from it"
+        return found.figures
+
+    assert said({"acc": True, "len": 12, "np": np.float32(0.5), "format.strict": 0.25}) == {
+        "acc": 1.0,
+        "len": 12.0,
+        "np": 0.5,
+        "format.strict": 0.25,
+    }
+    odd = {"text": "4", "none": None, "nan": math.nan, "inf": math.inf, "list": [1, 2], "odd": Odd(), "deep": {"a": 1}}
+    assert said(odd) == {}
+    assert said({"a/b": 1, "with space": 1, "": 1, 3: 1, "x" * 65: 1, "mean": 1, "std": 1, "failures": 1}) == {}
+    assert list(said({f"k{number:02}": number for number in reversed(range(20))})) == [f"k{n:02}" for n in range(16)]
+    assert grade(lambda **_: 0.5, "", "", "", {}).figures == {}
+    assert grade(lambda **_: {"score": "none", "acc": 1}, "", "", "", {}).figures == {}, "of what has no score"
 
 
 def test_a_long_error_is_cut() -> None:

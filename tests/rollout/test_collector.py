@@ -319,6 +319,31 @@ def test_failed_samples_are_counted_and_left_out(tmp_path: Path) -> None:
     assert "aborted" in next(row["failure"] for row in rows if row["status"] == "failed")
 
 
+def test_what_a_function_says_beside_its_score_is_a_metric_of_steps_and_evaluations(tmp_path: Path) -> None:
+    """Samples are right 3 times of 8 and off by one otherwise; of the held-out ones, p8 is right and p9 is not."""
+
+    async def call(collector: LocalRollout, _: FakeSglang) -> Any:
+        _, info = await collector.generate(1, 0)
+        return info, await collector.evaluate(1, 0)
+
+    info, held_out = collect(alternating, make_recipe(tmp_path, reward={"fn": "tests.rollout.grader:figured"}), call)
+    figures = {name: value for name, value in info.metrics.items() if name.startswith("reward/by/figured/")}
+    assert {name.rpartition("/")[2]: value for name, value in figures.items()} == {
+        "mean": pytest.approx(3 / 8),
+        "std": pytest.approx((3 / 8 * 5 / 8) ** 0.5),
+        "failures": 0.0,
+        "off": pytest.approx(5 / 8),
+        "even": 1.0,
+    }
+    assert {name: held_out.metrics[name] for name in ("eval/by/figured/off", "eval/by/figured/even")} == {
+        "eval/by/figured/off": 0.5,
+        "eval/by/figured/even": 1.0,
+    }
+    check_names([*info.metrics, *held_out.metrics])
+    lines = (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["figures"] == {"figured/even": 1.0, "figured/off": 0.0}
+
+
 def test_a_grader_that_raises_is_counted_apart_from_a_zero(tmp_path: Path) -> None:
     def fake() -> FakeSglang:
         return FakeSglang(answer=lambda body: generation([5, END], text="7" if body["input_ids"][0] != 12 else "raise"))

@@ -30,6 +30,15 @@ def test_a_file_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytes
     assert "samples/step_000001.jsonl, for reading, could not be written: File exists" in caplog.text
 
 
+def test_figures_stand_beside_the_scores(tmp_path: Path) -> None:
+    figured = replace(make_sample("p0"), numbers={"turns": 2.0, "reward/by/math/acc": 1.0})
+    episode = replace(figured, metadata={"messages": []})
+    write_samples(tmp_path / "s.jsonl", [figured, episode, make_sample("p0")])
+    rows = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    assert [row.get("figures") for row in rows] == [{"math/acc": 1.0}, {"math/acc": 1.0}, None]
+    assert [row.get("numbers") for row in rows] == [None, {"turns": 2.0}, None]
+
+
 def test_what_an_environment_says_that_is_no_json_is_written_for_people(tmp_path: Path) -> None:
     """It ended the run: a row's date in a message, or a turn's reward as numpy has it."""
     said: dict[str, Any] = {
