@@ -28,7 +28,8 @@ from megarl.report.history import METRICS_FILE
 from megarl.run.ending import SUBMITTED_BY, writing
 from megarl.run.epochs import counts_rows, with_steps
 from megarl.run.lock import locked
-from megarl.run.preflight import check_start, preflight, preflight_supervised
+from megarl.run.model_check import with_linears
+from megarl.run.preflight import check_start, preflight, preflight_supervised, reading
 
 Say = Callable[[str], object]
 # What is left of a socket's path: /megarl-JOB-RESTART/session_DATE_TIME_MICROSECONDS_PID/sockets/plasma_store
@@ -160,7 +161,9 @@ def _checked(
     run = loaded.recipe.run.folder
     if names_of(loaded.recipe) or counts_rows(loaded.recipe):
         check_start(loaded.recipe, resume=resume, here=False)
-    loaded = with_steps(localize(loaded, read_model, say, run=run if resume else None))
+    loaded = localize(loaded, read_model, say, run=run if resume else None)
+    with reading():
+        loaded = with_steps(with_linears(loaded))
     if kind is Recipe:
         checked = preflight(loaded.recipe, sources=loaded.sources, resume=resume, here=False)
     else:

@@ -40,7 +40,7 @@ class LoraSettings:
         unknown = [target for target in self.targets if target not in TARGETS]
         if unknown or not self.targets:
             given = f"{', '.join(unknown)} cannot have LoRA adapters" if unknown else "LoRA needs targets"
-            raise UserError(f"{given}: choose among {', '.join(TARGETS)}. Routed experts have no adapters.")
+            raise UserError(f"{given}: choose among {', '.join(TARGETS)}, or set all. Routed experts have no adapters.")
 
     @property
     def scale(self) -> float:

@@ -125,6 +125,7 @@ ENTRIES = (
     Entry("actor.aux_loss_coef", "", "moe_aux_loss_coeff", "router_aux_loss_coef", "aux_loss_coef"),
     Entry("actor.routing_replay", "", "use_rollout_routing_replay", "", ""),
     Entry("actor.lora.rank", "lora_rank", "", "lora_r", "lora_rank", nemo_rl="lora_cfg.dim"),
+    Entry("actor.lora.targets", "target_modules", "", "lora_target_modules", "target_modules", "Megatron's names; all: their all-linear", nemo_rl="lora_cfg.target_modules"),
     Entry("actor.lora.alpha", "lora_alpha", "", "lora_alpha", "lora_alpha", nemo_rl="lora_cfg.alpha"),
     Entry("actor.parallel.tp", "tensor_model_parallel_size", "tensor_model_parallel_size", "", "", nemo_rl="megatron_cfg.tensor_model_parallel_size dtensor_cfg.tensor_parallel_size"),
     Entry("actor.parallel.pp", "pipeline_model_parallel_size", "pipeline_model_parallel_size", "", "", nemo_rl="pipeline_model_parallel_size"),

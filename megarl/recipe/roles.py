@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megarl.recipe.section import Decay, Fraction, PositiveFloat, PositiveInt, Recompute, Section, UserPath
 
@@ -69,15 +69,23 @@ class Optimizer(Section):
         return self.warmup_steps or math.ceil(self.warmup_share * total_steps)
 
 
+ALL_LINEARS = ("all",)
+
+
+def _all_or_named(targets: object) -> object:
+    return ALL_LINEARS if targets == ALL_LINEARS[0] else targets
+
+
 class Lora(Section):
     """Low-rank adapters (arXiv 2106.09685): the model itself stays as it is, and is its own reference."""
 
     rank: PositiveInt = Field(32, description="width of an adapter")
     alpha: PositiveFloat = Field(32.0, description="an adapter's output is multiplied by alpha / rank")
-    targets: tuple[str, ...] = Field(
+    targets: Annotated[tuple[str, ...], BeforeValidator(_all_or_named)] = Field(
         ("linear_qkv", "linear_proj"),
         strict=False,
-        description="linears that get adapters: also linear_fc1, linear_fc2; those of latent attention",
+        description="linears that get adapters: also linear_fc1, linear_fc2; those of latent attention; all: every linear of "
+        "the model's layers but those of routed experts",
     )
 
 

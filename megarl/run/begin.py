@@ -32,7 +32,8 @@ from megarl.run.ending import ending, writing
 from megarl.run.epochs import counts_rows, with_steps
 from megarl.run.exported import EXPORT, note_export, note_older_export
 from megarl.run.lock import check_unlocked, locked
-from megarl.run.preflight import CHECKPOINTS, check_start
+from megarl.run.model_check import with_linears
+from megarl.run.preflight import CHECKPOINTS, check_start, reading
 from megarl.run.recorder import Recorder
 from megarl.training.run_checkpoints import Checkpoints, Committed
 
@@ -159,7 +160,7 @@ def resumes(folder: Path, resume: bool, go_on: bool) -> bool:
 
 
 def found(loaded: Loaded[R], resume: bool, go_on: bool) -> tuple[Loaded[R], bool]:
-    """The recipe with what its names and its epochs stand for, and whether the run goes on from a checkpoint.
+    """The recipe with what its names, actor.lora.targets and epochs stand for, and whether the run goes on from a checkpoint.
 
     Raises UserError.
     """
@@ -167,7 +168,9 @@ def found(loaded: Loaded[R], resume: bool, go_on: bool) -> tuple[Loaded[R], bool
     resume = resumes(folder, resume, go_on)
     if names_of(loaded.recipe) or counts_rows(loaded.recipe):  # what can be refused before that, is
         check_start(loaded.recipe, resume=resume, forgets=go_on)
-    return with_steps(localize(loaded, read_model, say, run=folder if resume else None)), resume
+    loaded = localize(loaded, read_model, say, run=folder if resume else None)
+    with reading():
+        return with_steps(with_linears(loaded)), resume
 
 
 def handles_of(session: Any, rollout: Rollout, sync: WeightSync, recorder: Recorder, timer: PhaseTimer) -> Handles:

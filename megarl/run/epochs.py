@@ -17,7 +17,7 @@ from megarl.recipe.check import check_recipe
 from megarl.recipe.load import Loaded
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
-from megarl.run.preflight import check_model_folder, reading
+from megarl.run.preflight import check_model_folder
 
 R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
 
@@ -36,9 +36,8 @@ def with_steps(loaded: Loaded[R]) -> Loaded[R]:
     recipe = loaded.recipe
     if recipe.train.epochs is None:
         return loaded
-    with reading():
-        check_model_folder(recipe.model.path)  # what is wrong with it is said as without epochs
-        rows = _usable_rows(recipe)
+    check_model_folder(recipe.model.path)  # what is wrong with it is said as without epochs
+    rows = _usable_rows(recipe)
     a_step = recipe.rollout.prompts_per_step if isinstance(recipe, Recipe) else recipe.train.batch_samples
     steps = steps_of(recipe.train.epochs, rows, a_step)
     if steps == 0:

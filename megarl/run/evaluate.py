@@ -18,7 +18,8 @@ from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.run.begin import DRIVER_LOG, say
 from megarl.run.devices import check_devices
-from megarl.run.preflight import preflight_eval
+from megarl.run.model_check import with_linears
+from megarl.run.preflight import preflight_eval, reading
 
 
 def run_eval(path: Path, overrides: list[str]) -> None:
@@ -31,7 +32,9 @@ def _evaluate(path: Path, overrides: list[str], scratch: Scratch) -> None:
     loaded = load_recipe(path, overrides, Recipe)
     if names_of(loaded.recipe):
         check_devices(loaded.recipe)
-    recipe = localize(loaded, read_model, say, skip=(TRAIN,)).recipe
+    loaded = localize(loaded, read_model, say, skip=(TRAIN,))
+    with reading():
+        recipe = with_linears(loaded).recipe
     checked = preflight_eval(recipe)
     recipe = beside(recipe)
     from megarl.run.session import eval_session

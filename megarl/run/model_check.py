@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.core.platform import Platform
 from megarl.data.chat import load_tokenizer, turn_end
 from megarl.models.config import ModelConfig
+from megarl.models.hf_config import load_model_config
 from megarl.models.lora_settings import LoraSettings, adaptable
+from megarl.recipe.load import Loaded
+from megarl.recipe.roles import ALL_LINEARS
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
+from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe, SupervisedRecipe
+
+R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
 
 END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3: SGLang ends a response at it whatever the configs say
 
@@ -27,6 +34,18 @@ def check_head(recipe: SupervisedRecipe, model: ModelConfig) -> None:
             f"model.path {recipe.model.path} is a language model, whose new score head begins at zero, and under actor.lora "
             "only adapters learn. Remove actor.lora, or begin with a reward model."
         )
+
+
+def with_linears(loaded: Loaded[R], model: ModelConfig | None = None) -> Loaded[R]:
+    """The recipe with the names of its model's linears in the place of `actor.lora.targets: all`. model: where it is read."""
+    recipe = loaded.recipe
+    lora = recipe.actor.lora
+    if lora is None or lora.targets != ALL_LINEARS:
+        return loaded
+    model = load_model_config(recipe.model.path) if model is None else model
+    lora = lora.model_copy(update={"targets": tuple(adaptable(model))})
+    actor = recipe.actor.model_copy(update={"lora": lora})
+    return loaded.with_recipe(recipe.model_copy(update={"actor": actor}))
 
 
 def check_lora(recipe: AnyRecipe, model: ModelConfig) -> None:

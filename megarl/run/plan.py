@@ -28,6 +28,7 @@ from megarl.placement.workload import ROLLOUT, Quantization, Workload, recipe_wo
 from megarl.recipe.load import load_recipe
 from megarl.recipe.sampling_rules import asks_beside
 from megarl.recipe.schema import Recipe
+from megarl.run.model_check import with_linears
 from megarl.run.past_run import PastRun, calibrated, cluster_of_run, compare, read_run
 from megarl.run.plan_models import PlannedModels
 
@@ -79,15 +80,16 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
     """Plan and print: first how sure the lengths are, and what that means for the seconds."""
     if options.html is not None:
         check_writable(options.html, "--html")
-    recipe = load_recipe(path, overrides, Recipe).recipe
-    if recipe.rollout.external is not None:
+    loaded = load_recipe(path, overrides, Recipe)
+    if loaded.recipe.rollout.external is not None:
         raise UserError(
             "rollout.servers.urls names servers that somebody else started: they are on no device of the run, and a plan has "
             "nothing to choose for them. Plan as if the run started its servers: put rollout.servers=N behind the recipe. "
             "`megarl train` checks by itself that the ranks alone fit."
         )
     console = Console(stderr=options.as_text, markup=False)
-    models = PlannedModels(recipe)
+    models = PlannedModels(loaded.recipe)
+    recipe = with_linears(loaded, models.policy).recipe
     workload = recipe_workload(recipe, models.policy, read=models)
     for note in models.notes:
         console.print(note, highlight=False)

@@ -17,6 +17,7 @@ from megarl.placement.workload import recipe_workload, transport_of
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
+from megarl.run.model_check import with_linears
 from megarl.run.plan_models import PlannedModels
 from megarl.sync.listing import as_json, render
 from megarl.sync.places import plan_of
@@ -28,9 +29,10 @@ def run_plan_sync(path: Path, overrides: list[str], cluster: Cluster, *, as_text
     Where placement.name asks for a search, the placement is what that finds. Raises UserError: nodes of several kinds;
     ranks that the cluster has no devices for; layouts that the model cannot have.
     """
-    recipe = load_recipe(path, overrides, Recipe).recipe
+    loaded = load_recipe(path, overrides, Recipe)
     cluster, console = one_kind(cluster), Console(stderr=as_text, markup=False)
-    models = PlannedModels(recipe)
+    models = PlannedModels(loaded.recipe)
+    recipe = with_linears(loaded, models.policy).recipe
     if recipe.placement.name is not None:
         workload = recipe_workload(recipe, models.policy, read=models)
         recipe = apply_plan(recipe, plan_recipe(recipe, workload, cluster, recipe.placement.name, top=1))

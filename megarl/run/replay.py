@@ -28,6 +28,7 @@ from megarl.report.history import METRICS_FILE, Row, read_history
 from megarl.run.begin import finish, handles_of, opened, say
 from megarl.run.epochs import with_steps
 from megarl.run.journal import changes
+from megarl.run.model_check import with_linears
 from megarl.run.preflight import RESULTS, preflight
 from megarl.run.recorder import Devices, Recorder
 from megarl.run.replayable import Replay, check_greedy, check_inputs, check_model, check_overrides, find_replay
@@ -79,7 +80,7 @@ def run_replay(
     replay = find_replay(folder, from_step, to_step)
     recorded = localize(load_recipe(folder / RECIPE_FILE, (), Recipe), read_model, say, run=folder)
     changed = load_recipe(folder / RECIPE_FILE, overrides, Recipe, recorded=True)
-    loaded = with_steps(localize(changed, read_model, say, run=folder))
+    loaded = with_steps(with_linears(localize(changed, read_model, say, run=folder)))
     check_model(recorded.recipe, loaded.recipe, replay.start)
     check_greedy(recorded.recipe, loaded.recipe)
     if replay.last > loaded.recipe.train.steps:

@@ -75,7 +75,7 @@ COMMON: dict[str, Sequence[str]] = {
     **_under("actor.parallel", _PARALLEL),
     **_under("actor.optimizer", _OPTIMIZER),
     **_under("actor", {"micro_batch_tokens": ["128"], "aux_loss_coef": ["0.5"], **_TRAINED}),
-    **_under("actor.lora", {"rank": ["4"], "alpha": ["8.0"], "targets": ["[linear_fc1]"]}),
+    **_under("actor.lora", {"rank": ["4"], "alpha": ["8.0"], "targets": ["[linear_fc1]", "all"]}),
     "eval.before": ["false"],
     "eval.every": ["1"],
     **_under(
