@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from megarl.algorithms.limits import MAX_REWARD
 from megarl.core.errors import MegarlError
+from megarl.data.answers import Answer
 
 # A chat message: `role` and `content`, both strings.
 Message = dict[str, Any]
@@ -32,14 +33,14 @@ class EnvironmentBrokenError(EnvironmentFailedError):
 class EpisodeRow:
     """The row that an episode is about.
 
-    id: as of Prompt. messages: of the field data.prompt_key, a string as one message of the user. answer: empty where the row
-    has none. fields: all others. seed: for whatever is random; all episodes of a group have the same, so that they play the
-    same game.
+    id, answer: as of Prompt. messages: of the field data.prompt_key, a string as one message of the user. fields: all others. An
+    answer is empty where the row has none. seed: for whatever is random; all episodes of a group have the same, so that they
+    play the same game.
     """
 
     id: str
     messages: tuple[Message, ...]
-    answer: str
+    answer: Answer
     fields: Mapping[str, Any]
     seed: int
 

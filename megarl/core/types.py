@@ -48,7 +48,7 @@ class Prompt:
     id: str
     token_ids: TokenArray  # [P]
     text: str  # what the ids decode to: for rewards and people
-    answer: str
+    answer: str | list[Any] | dict[str, Any]  # as of data/answers.Answer
     metadata: dict[str, Any] = field(default_factory=dict)
     max_response_tokens: int | None = None  # a bound of its own, beside the recipe's
 

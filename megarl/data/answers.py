@@ -1,14 +1,30 @@
-r"""Where a text says its final answer: after `####`, as in GSM8K, or in `\boxed{}`. Not whether it is right."""
+r"""Which answers of a row are right, and where a text says its final one: after `####`, as in GSM8K, or in `\boxed{}`."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
+
+# What a row's answer is: text; a list, whose texts are all right; or an object, or another list, for a grader of one's own.
+Answer = str | list[Any] | dict[str, Any]
 
 HASHES = "####"
 BOXED = r"\boxed{"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # What an answer begins with, or a single letter. Behind a box anything else is a heading of Markdown's.
 _ANSWER = re.compile(r"[\d+\-−.,$€£\\({\[]|[A-Za-z]\W*$")
+
+
+def accepted(answer: Answer) -> list[str]:
+    """The texts of which each is right by itself: the answer, or, where it is a list of texts, those of the list.
+
+    Raises ValueError for an object, and for a list of anything else: what would be right by it, only its row's author knows.
+    """
+    texts = [answer] if isinstance(answer, str) else answer
+    if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
+        kind = "an object" if isinstance(answer, dict) else "a list of other things than texts and numbers"
+        raise ValueError(f"the row's answer is {kind}, with which no response can be compared")
+    return texts
 
 
 def final_answer(text: str) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, TokenArray
-from megarl.data.answers import final_answer
+from megarl.data.answers import Answer, final_answer
 from megarl.data.chat import (
     SYSTEMS,
     Message,
@@ -56,8 +56,8 @@ class PromptSet:
 
     @property
     def without_answer(self) -> tuple[Prompt, ...]:
-        """Those whose answer is an empty text: no response is right by it, though a grader of one's own may not ask."""
-        return tuple(prompt for prompt in self.prompts if not prompt.answer.strip())
+        """Those whose answer is empty: no response is right by it, though a grader of one's own may not ask."""
+        return tuple(prompt for prompt in self.prompts if _is_empty(prompt.answer))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -73,13 +73,17 @@ def digests_of(prompts: Sequence[Prompt], data: Data) -> dict[str, str]:
     return digester.digests()
 
 
+def _is_empty(answer: Answer) -> bool:
+    return not any(str(each).strip() for each in (answer if isinstance(answer, list) else [answer] if answer else []))
+
+
 @dataclass(frozen=True)
 class PromptRow:
     """What a row says, before tokens."""
 
     row: Row
     prompt: str | list[Message]
-    answer: str
+    answer: Answer
     metadata: dict[str, Any]
     max_response_tokens: int | None = None
 
@@ -186,18 +190,36 @@ def _frame(text: str, data: Data) -> str:
     return (data.prompt_template or PROMPT_PLACE).replace(PROMPT_PLACE, text) + data.prompt_suffix
 
 
-def _answer(row: Row, answer_key: str, data: Data) -> str:
+def _answer(row: Row, answer_key: str, data: Data) -> Answer:
     answer = row.get(answer_key, "the answer, data.answer_key")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal):
+    if isinstance(answer, list | dict):
+        if data.final_answer:
+            raise UserError(
+                f"{row.where}, field {answer_key!r}: the answer is {json_type(answer)}, and data.final_answer takes the end of a "
+                "text. Set it to false, or name the field with the text in data.answer_key."
+            )
+        found: Answer = row.said(answer)
+        are_texts = isinstance(found, list) and all(map(_is_text_or_number, found))
+        return [_text_of(each, row, answer_key) for each in found] if are_texts else found
+    if not _is_text_or_number(answer):
         raise UserError(
-            f"{row.where}, field {answer_key!r}: the answer is {json_type(answer)}; wanted is a string or a number."
+            f"{row.where}, field {answer_key!r}: the answer is {json_type(answer)}; wanted is a string or a number, a list of "
+            "them, or an object for a reward of your own."
         )
+    text = _text_of(answer, row, answer_key)
+    return _final_answer(text, row, answer_key) if data.final_answer else text
+
+
+def _is_text_or_number(answer: object) -> bool:
+    return isinstance(answer, str | int | float | Decimal) and not isinstance(answer, bool)
+
+
+def _text_of(answer: Any, row: Row, answer_key: str) -> str:
     if isinstance(answer, float | Decimal) and not math.isfinite(answer):
         raise UserError(
             f"{row.where}, field {answer_key!r}: the answer is {answer}, which is no number. Leave the row out."
         )
-    text = answer if isinstance(answer, str) else _digits(answer)
-    return _final_answer(text, row, answer_key) if data.final_answer else text
+    return answer if isinstance(answer, str) else _digits(answer)
 
 
 def _digits(number: int | float | Decimal) -> str:

@@ -129,6 +129,7 @@ def _sample(line: bytes) -> dict[str, Any] | None:
 
 
 def _cut(text: Any) -> Any:
+    text = json.dumps(text, ensure_ascii=False) if isinstance(text, list | dict) else text
     if not isinstance(text, str) or len(text) <= MOST_CHARACTERS:
         return text
     half = MOST_CHARACTERS // 2

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
+from megarl.data.answers import Answer
 from megarl.recipe.reward import Code
 from megarl.rewards.code_tests import Pair, RowTests, last_block, read_tests, same_output, stripped
 from megarl.rewards.grade import Grade, failed
@@ -56,7 +57,7 @@ class CodeGrader:
         """Start sandboxes. Raises UserError where this machine makes none."""
         await self._pool.start()
 
-    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Grade:
+    async def grade(self, prompt: str, response: str, answer: Answer, metadata: dict[str, Any], row: str = "") -> Grade:
         """Grade one response: 0 where it has no code. Raises WorkerDiedError where no sandbox can be had any more."""
         try:
             tests = read_tests(metadata, answer, self._settings.field).first(self._settings.max_tests)

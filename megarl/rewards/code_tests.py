@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from megarl.data.answers import Answer
 from megarl.sandbox.job import Check, Checked
 
 # Fields that data sets keep their tests in, in the order in which they are looked for; then the row's answer. Public tests are
@@ -110,7 +111,7 @@ def stripped(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.rstrip().split("\n"))
 
 
-def read_tests(metadata: Mapping[str, Any], answer: str, field: str | None) -> RowTests:
+def read_tests(metadata: Mapping[str, Any], answer: Answer, field: str | None) -> RowTests:
     """The tests of a row. field: where they are, with dots into objects; None: the first of `FIELDS` that holds some.
 
     Raises ValueError that says what is wrong with the row.
@@ -123,7 +124,7 @@ def read_tests(metadata: Mapping[str, Any], answer: str, field: str | None) -> R
         raise ValueError(f"its tests cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _read_tests(metadata: Mapping[str, Any], answer: str, field: str | None) -> RowTests:
+def _read_tests(metadata: Mapping[str, Any], answer: Answer, field: str | None) -> RowTests:
     found = _found(metadata, answer, field)
     for name, value in found:
         if len(tests := _of(_decoded(name, value, metadata), metadata)):
@@ -137,7 +138,7 @@ def _read_tests(metadata: Mapping[str, Any], answer: str, field: str | None) -> 
     raise ValueError(f"its fields {names} hold no tests" if len(found) > 1 else f"its field {names} holds no tests")
 
 
-def _found(metadata: Mapping[str, Any], answer: str, field: str | None) -> list[tuple[str, Any]]:
+def _found(metadata: Mapping[str, Any], answer: Answer, field: str | None) -> list[tuple[str, Any]]:
     """Where tests may be, with what is there; at least one."""
     if field is None:
         found = [(name, metadata[name]) for name in FIELDS if metadata.get(name)]

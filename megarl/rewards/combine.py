@@ -14,6 +14,7 @@ from typing import Any
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
+from megarl.data.answers import Answer
 from megarl.recipe.reward import Code, HttpGrader, Judge, Reward, Rule
 from megarl.recipe.reward import Grader as Settings
 from megarl.rewards.check import read_key
@@ -114,7 +115,9 @@ class Graders:
                 f"Graders did not answer at the start: {said}. Start them, or correct url and key_env in reward.graders."
             )
 
-    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Combined:
+    async def grade(
+        self, prompt: str, response: str, answer: Answer, metadata: dict[str, Any], row: str = ""
+    ) -> Combined:
         """Grade one response, by those who grade its row. row: its prompt's, for messages.
 
         Raises MegarlError where a grader can grade nothing any more.

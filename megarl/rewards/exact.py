@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megarl.data.answers import Answer, accepted
 
-def exact(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> float:
-    """1.0 where the response equals the answer, white space around both left out of account; else 0.0."""
-    return float(response.strip() == answer.strip())
+
+def exact(prompt: str, response: str, answer: Answer, metadata: dict[str, Any]) -> float:
+    """1.0 where the response equals the answer, or one of several, white space around both left out of account; else 0.0."""
+    return float(response.strip() in [each.strip() for each in accepted(answer)])

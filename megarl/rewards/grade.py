@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from megarl.algorithms.limits import MAX_REWARD
+from megarl.data.answers import Answer
 from megarl.rewards.patience import UnderWay
 
 SCORE = "score"  # in a mapping that a function returns
@@ -88,7 +89,7 @@ class Grader(Protocol):
     async def start(self) -> None:
         """Get ready; raises MegarlError where it cannot be."""
 
-    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Grade:
+    async def grade(self, prompt: str, response: str, answer: Answer, metadata: dict[str, Any], row: str = "") -> Grade:
         """Grade one response, within a deadline of the grader's own. What goes wrong with one is its failure.
 
         row: its prompt's, for messages and to tell whose responses time out.

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
+from megarl.data.answers import Answer
 from megarl.rewards.grade import Grade, failed
 from megarl.rewards.patience import Patience, UnderWay
 from megarl.rewards.printed import Printed
@@ -220,7 +221,7 @@ class GraderPool:
             self._starting = asyncio.create_task(self._start_all())
         await asyncio.shield(self._starting)
 
-    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Grade:
+    async def grade(self, prompt: str, response: str, answer: Answer, metadata: dict[str, Any], row: str = "") -> Grade:
         """Grade one response. The deadline counts from when a process takes it up, not while it waits its turn.
 
         Raises what `start` raises, also when a process that had to be replaced cannot be.

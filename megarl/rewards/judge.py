@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.core.errors import MegarlError
+from megarl.data.answers import Answer
 from megarl.recipe.reward import Judge
 from megarl.rewards.grade import Grade, failed
 from megarl.rewards.http import ANSWER_SHOWN, CallError, JsonClient
@@ -36,7 +37,7 @@ class JudgeGrader:
         except CallError as error:
             raise MegarlError(str(error)) from None
 
-    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Grade:
+    async def grade(self, prompt: str, response: str, answer: Answer, metadata: dict[str, Any], row: str = "") -> Grade:
         """Grade one response. The deadline counts from when the judge is asked."""
         try:
             question = self._question(prompt=prompt, response=response, answer=answer, metadata=metadata)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from megarl.data.answers import BOXED, final_answer
+from megarl.data.answers import BOXED, Answer, accepted, final_answer
 from megarl.rewards.answer_forms import by_text, cases_apart, costly, has_series, parts, plain, same_text
 
 MOST_PARTS = 20  # of a list that is compared part by part
@@ -22,16 +22,15 @@ DIGITS, EXACT, NEAR = 60, 1e-40, 1e-5
 _INTEGER = re.compile(r"([+-]?)0*(\d+|\d{1,3}(?:,\d{3})+)(?:\.0*)?")
 
 
-def math(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> float:
+def math(prompt: str, response: str, answer: Answer, metadata: dict[str, Any]) -> float:
     """1.0 where the response's final answer equals the answer mathematically, else 0.0.
 
-    The answer may itself be marked (a worked solution), or stand alone.
+    The answer may itself be marked (a worked solution), or stand alone. Of several any is right.
     """
     found = final_answer(response)
     if found is None:
         return 0.0
-    wanted = final_answer(answer)
-    return float(equal(found, answer.strip() if wanted is None else wanted))
+    return float(any(equal(found, final_answer(each) or each.strip()) for each in accepted(answer)))
 
 
 def equal(found: str, wanted: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.core.errors import MegarlError
+from megarl.data.answers import Answer
 from megarl.rewards.grade import Grade, failed, grade_of
 from megarl.rewards.http import ANSWER_SHOWN, CallError, JsonClient
 from megarl.rewards.patience import ENOUGH, InFlight, Patience, UnderWay
@@ -53,7 +54,7 @@ class RemoteGrader:
         except CallError as error:
             raise MegarlError(str(error)) from None
 
-    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Grade:
+    async def grade(self, prompt: str, response: str, answer: Answer, metadata: dict[str, Any], row: str = "") -> Grade:
         """Grade one response. The deadline counts from when its batch is sent."""
         if self._closed:
             raise MegarlError("the remote grader is closed")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megarl.core.errors import UserError
+from megarl.data.answers import Answer
 from megarl.rewards.grade import Grade, failed, grade_of
 from megarl.rewards.resolve import RewardFn, resolve_reward
 
@@ -39,7 +40,7 @@ def frame(value: object) -> bytes:
 
 
 def grade(
-    function: RewardFn, wait: Callable[[Any], Any], prompt: str, response: str, answer: str, metadata: dict[str, Any]
+    function: RewardFn, wait: Callable[[Any], Any], prompt: str, response: str, answer: Answer, metadata: dict[str, Any]
 ) -> Grade:
     """The function's grade, or why there is none: `error: ...` or `not a number: ...`. wait: gives what a coroutine gives."""
     try:

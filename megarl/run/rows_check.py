@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, TokenArray
+from megarl.data.answers import accepted
 from megarl.data.chat import load_tokenizer
 from megarl.data.mix import RowsBySet
 from megarl.data.prompts import PromptSet, load_prompts
@@ -79,6 +80,19 @@ def check_best(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
         )
 
 
+def check_compared(recipe: Recipe, prompts: Iterable[Prompt]) -> None:
+    """Raises UserError for a row that a built-in rule grades, and whose answer it cannot compare with (`accepted`)."""
+    for prompt in prompts:
+        try:
+            accepted(prompt.answer)
+        except ValueError as error:
+            if rules := compares_answers(recipe.reward, prompt.metadata):
+                raise UserError(
+                    f"{prompt.id}: {error}, and {rules[0]} compares. Name the field with the text by data.answer_key, a "
+                    "function of your own by reward.fn, or the rows that the rule is for by `only` of its grader."
+                ) from None
+
+
 def check_graded(
     recipe: Recipe, prompts: Sequence[Prompt], held_out: Sequence[Prompt], sets: RowsBySet | None = None
 ) -> None:
@@ -86,6 +100,7 @@ def check_graded(
 
     prompts: to train on; an evaluation has none. sets: which of them data.mix gives a share; without any, all are trained on.
     """
+    check_compared(recipe, (*prompts, *held_out))
     trained = [prompts[at] for rows in sets.values() for at in rows] if sets else prompts
     if recipe.reward_model is not None and recipe.reward_model.weight != 0:
         trained = ()  # it rewards these, and is not asked of held-out ones

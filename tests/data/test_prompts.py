@@ -132,13 +132,23 @@ VERL = {"ground_truth": "c", "style": "rule"}
         ({"reward_model": VERL}, {}, ("c", {"reward_model": VERL})),
         ({"answer": "a", "gold": "d"}, {"answer_key": "gold"}, ("d", {"answer": "a"})),
         ({"extra": {"gold": "e"}}, {"answer_key": "extra.gold"}, ("e", {"extra": {"gold": "e"}})),
+        # Several are right: numbers in digits alone, as one is. What is none of these is the row's own affair.
+        ({"answer": ["four", 4, 0.00001, "4"]}, {}, (["four", "4", "0.00001", "4"], {})),
+        ({"answer": []}, {}, ([], {})),
+        ({"answer": [["a"], 1]}, {}, ([["a"], 1], {})),
+        ({"answer": [1, True, None]}, {}, ([1, True, None], {})),
+        (
+            {"reward_model": {"ground_truth": {"target": 24}}},
+            {},
+            ({"target": 24}, {"reward_model": {"ground_truth": {"target": 24}}}),
+        ),
         # slime's rows: what is in their `metadata` reaches a reward as if it stood in the row.
         ({"label": "f", "metadata": {"level": 3}, "id": 9}, {}, ("f", {"level": 3, "id": 9})),
         ({"label": "f", "metadata": "as text"}, {}, ("f", {"metadata": "as text"})),
     ],
 )
 def test_the_answer_is_found_under_the_names_people_use(
-    tmp_path: Path, plain_tokenizer: Any, row: dict[str, Any], keys: dict[str, Any], wanted: tuple[str, dict[str, Any]]
+    tmp_path: Path, plain_tokenizer: Any, row: dict[str, Any], keys: dict[str, Any], wanted: tuple[Any, dict[str, Any]]
 ) -> None:
     path = write(tmp_path, {"prompt": "q", **row})
     (prompt,) = load_prompts(path, plain_tokenizer, data(path, **keys)).prompts
@@ -147,6 +157,30 @@ def test_the_answer_is_found_under_the_names_people_use(
         answer,
         {**metadata, "prompt_messages": [{"role": "user", "content": "q"}]},
     )
+
+
+def test_an_object_of_a_parquet_column_is_without_the_nulls_that_other_rows_put_there(
+    tmp_path: Path, plain_tokenizer: Any
+) -> None:
+    """A column has one type: {"a": 1} beside {"b": [2]} is read as {"a": 1, "b": None}."""
+    answers: list[Any] = [{"a": 1}, {"b": [2]}]
+    path = tmp_path / "train.parquet"
+    rows = [{"prompt": "q", "answer": each} for each in answers]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert [each.answer for each in load_prompts(path, plain_tokenizer, data(path)).prompts] == answers
+
+
+def test_what_is_empty_is_no_answer(tmp_path: Path, plain_tokenizer: Any) -> None:
+    answers: list[Any] = ["", " ", [], ["", " "], {}, "a", ["", "a"], {"a": ""}]
+    path = write(tmp_path, *({"prompt": "q", "answer": each} for each in answers))
+    empty = load_prompts(path, plain_tokenizer, data(path)).without_answer
+    assert [each.answer for each in empty] == answers[:5]
+
+
+def test_the_end_of_a_text_is_not_taken_of_a_list(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "q", "answer": ["so #### 4"]})
+    with pytest.raises(UserError, match=r"the answer is a list, and data.final_answer takes the end of a text"):
+        check_rows(path, data(path, final_answer=True))
 
 
 def test_a_parquet_row_as_verl_writes_it(tmp_path: Path, chat_tokenizer: Any) -> None:
@@ -210,7 +244,7 @@ def test_prompts_over_the_limit_are_dropped_and_counted_or_refused(tmp_path: Pat
         ({"prompt": [{"role": "user"}], "answer": "a"}, "field 'prompt', message 1: 'content' is missing"),
         ({"prompt": [{"role": "assistant", "content": "b"}], "answer": "a"}, "the last message is the assistant's"),
         ({"prompt": "q", "solution": "a"}, "none of the fields 'answer', 'label', 'reward_model.ground_truth'"),
-        ({"prompt": "q", "answer": ["a"]}, "field 'answer': the answer is a list"),
+        ({"prompt": "q", "answer": [1.0, float("inf")]}, "field 'answer': the answer is inf, which is no number"),
         ({"prompt": "q", "answer": True}, "field 'answer': the answer is true or false"),
     ],
 )

@@ -42,6 +42,13 @@ def test_pairs(row: dict[str, Any], field: str | None) -> None:
     assert read_tests(row, "", field) == RowTests(pairs=PAIRS)
 
 
+def test_the_answer_may_hold_the_tests_as_they_are() -> None:
+    pairs = [{"input": "1 2", "output": "3"}]
+    for answer in (pairs, {"inputs": ["1 2"], "outputs": ["3"]}, json.dumps(pairs)):
+        assert read_tests({}, answer, None) == RowTests((Pair("1 2", "3"),), (), "")
+    assert len(read_tests({}, ["assert f(1) == 2"], "answer").checks) == 1
+
+
 def test_the_answer_is_looked_at_last() -> None:
     answer = json.dumps({"inputs": ["1 2\n", "4 5\n"], "outputs": ["3\n", "9\n"]})
     assert read_tests({"difficulty": "easy"}, answer, None).pairs == PAIRS

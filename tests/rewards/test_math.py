@@ -190,3 +190,11 @@ def test_fractions_are_equal_whatever_they_are_extended_by(numerator: int, denom
     assert equal(extended, rf"\frac{{{numerator}}}{{{denominator}}}")
     other = Fraction(numerator, denominator) + 1
     assert not equal(extended, rf"\frac{{{other.numerator}}}{{{other.denominator}}}")
+
+
+def test_any_of_several_answers_is_right() -> None:
+    """Each may be marked, as one may."""
+    answers = [r"\frac{1}{2}", "so #### 7", "x"]
+    found = [math("", f"#### {response}", answers, {}) for response in ("0.5", "7", "x", "so", "8")]
+    assert found == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert math("", "#### 7", [], {}) == 0.0

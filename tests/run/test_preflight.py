@@ -303,6 +303,20 @@ def test_held_out_rows_say_which_set_they_are_of(place: Place) -> None:
 GRADERS = "reward.graders={math: {kind: rule, fn: math, only: {kind: sum}}, exact: {kind: rule, fn: exact, only: {kind: word}}}"
 
 
+def test_an_answer_that_a_built_in_rule_cannot_compare_with_is_refused_where_one_grades_it(place: Place) -> None:
+    place.write_rows(*({"prompt": f"{n}+1", "answer": {"target": n}, "kind": "sum"} for n in range(4)))
+    with pytest.raises(
+        UserError, match=r"train.jsonl:1: the row's answer is an object, .*, and math compares.*data.answer_key"
+    ):
+        run(place, "reward.fn=math")
+    own = "reward.graders={own: {kind: rule, fn: 'tests.rollout.grader:picky'}, math: {kind: rule, fn: math, only: {kind: x}}}"
+    with pytest.raises(UserError, match=r"no row"):  # that is what is wrong then
+        run(place, own)
+    assert run(place, "reward.fn=tests.rollout.grader:picky").rows == 4
+    place.write_rows(*({"prompt": f"{n}+1", "answer": [n, "x"]} for n in range(4)))
+    assert run(place, "reward.fn=math").rows == 4
+
+
 def test_rows_that_no_grader_is_for_are_named_and_those_held_out_as_well(place: Place) -> None:
     place.write_rows(*({"prompt": f"{n}+1", "answer": "", "kind": ("sum", "word")[n % 2]} for n in range(4)))
     held_out = place.root / "held_out.jsonl"

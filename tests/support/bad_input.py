@@ -389,7 +389,16 @@ ODD = (
         ("line 3, field 'answer': the answer is nan",),
         spoil=_rows('{"prompt": "1", "answer": NaN}'),
     ),
-    Bad("answer of a wrong type", ("the answer is an object; wanted",), spoil=_rows({"prompt": "1", "answer": {}})),
+    Bad(
+        "answer that a built-in rule cannot compare with",
+        ("train.jsonl:3: the row's answer is an object, with which no response can be compared, and math compares",),
+        spoil=_rows({"prompt": "1", "answer": {"a": 1}}),
+    ),
+    Bad(
+        "answer of a wrong type",
+        ("the answer is true or false; wanted",),
+        spoil=_rows({"prompt": "1", "answer": False}),
+    ),
     Bad(
         "role that nobody knows",
         ("line 3, message 1: there is no role 'usr'. Did you mean 'user'?",),

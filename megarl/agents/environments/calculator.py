@@ -72,7 +72,7 @@ class Calculator:
 
     async def start(self, row: EpisodeRow) -> list[Message]:
         """The row's own prompt. Raises ValueError where there should be a chain in it and is none."""
-        self._answer = int(row.answer)
+        self._answer = int(str(row.answer))
         if self._chain:
             self._left = read_chain(row)
         return list(row.messages)

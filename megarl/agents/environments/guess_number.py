@@ -29,7 +29,7 @@ class GuessNumber:
 
     async def start(self, row: EpisodeRow) -> list[Message]:
         """The row's own prompt; the secret is chosen."""
-        secret = int(row.answer) if row.answer else random.Random(row.seed).randint(self._low, self._high)
+        secret = int(str(row.answer)) if row.answer else random.Random(row.seed).randint(self._low, self._high)
         if not self._low <= secret <= self._high:
             raise ValueError(f"row {row.id}: the secret {secret} is not from {self._low} to {self._high}")
         self._secret = secret
