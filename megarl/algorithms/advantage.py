@@ -172,6 +172,32 @@ def egpo_advantages(
     return result
 
 
+def gdpo_advantages(
+    reward_parts: NDArray[np.float64], reward_weights: NDArray[np.float64], group_index: IntArray, eps: float = 1e-6
+) -> FloatArray:
+    """a_i = sum over k of w_k (s_ik - mean of s_k) / (std of s_k + eps), over i's group; A_i = (a_i - mean(a)) / (std(a) + 1e-8).
+
+    GDPO (arXiv 2601.05242): each grader's scores s_k are normalised for themselves, so that one that varies more does not drown
+    the others, and different mixtures of the same sum stay apart; then their weighted sum a is, over all samples of the batch.
+    A score that is not there is in no mean and adds nothing. Sums that are all equal give exactly 0.
+
+    reward_parts: [N, K], nan where there is no score. reward_weights: [K]. group_index: [N], as for group_advantages.
+    Returns [N] float32. Raises ValueError as group_advantages does, and for other shapes.
+    """
+    parts, weights = np.asarray(reward_parts, np.float64), np.asarray(reward_weights, np.float64)
+    groups = np.asarray(group_index, np.int64)
+    if parts.shape != (len(groups), len(weights)):
+        raise ValueError(f"reward_parts must be [N, K], {(len(groups), len(weights))}; got {parts.shape}")
+    total = np.zeros(len(groups), np.float64)
+    for weight, scores in zip(weights, parts.T, strict=True):
+        there = ~np.isnan(scores)
+        total[there] += weight * group_advantages(scores[there], groups[there], True, eps)
+    if not len(total) or np.ptp(total) == 0:
+        return np.zeros(len(total), np.float32)
+    advantages: FloatArray = ((total - total.mean()) / (total.std() + 1e-8)).astype(np.float32)
+    return advantages
+
+
 def zero_variance_groups(rewards: FloatArray, group_index: IntArray) -> NDArray[np.bool_]:
     """Which groups teach nothing, because all their rewards are equal: [G] bool, G = largest index + 1.
 

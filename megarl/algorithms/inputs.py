@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl.algorithms.advantage import (
     egpo_advantages,
+    gdpo_advantages,
     gpg_advantages,
     group_advantages,
     grpo_loo_advantages,
@@ -38,6 +39,9 @@ SAMPLE_INPUTS: Inputs = MappingProxyType(
         "lengths": "[N] int64, trained tokens",
         "mean_nll": "[N] float32, minus the mean log-prob of the trained tokens at rollout",
         "truncated": "[N] bool, whether it ended at a limit of length, or at a budget of its episode",
+        "reward_parts": "[N, K] float64, each grader's own score; nan where it gave none: it does not grade such rows",
+        "reward_weights": "[K] float64, what each of these counts for in the reward; an environment's counts 1",
+        "reward_names": "[K] text, whose scores they are: the graders' names in the recipe's order, then environment",
         "greedy_rewards": "[G] float32, shaped reward of the greedy answer to each group's prompt; costs an answer a prompt",
     }
 )
@@ -76,6 +80,7 @@ SAMPLE_ADVANTAGES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "opo": opo_advantages,
         "gpg": gpg_advantages,
         "egpo": egpo_advantages,
+        "gdpo": gdpo_advantages,
     }
 )
 TOKEN_ADVANTAGES: Mapping[str, Callable[..., Any]] = MappingProxyType(

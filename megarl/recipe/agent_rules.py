@@ -7,10 +7,16 @@ from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import Recipe
 
 
+def score_weights(recipe: Recipe) -> dict[str, float]:
+    """Whose scores a sample has, its graders' and its environment's, and what each counts for in the reward."""
+    played = recipe.agent is not None and recipe.agent.rewards
+    weights = {name: grader.weight for name, grader in recipe.reward.by_name().items()}
+    return weights | ({ENVIRONMENT: 1.0} if played else {})
+
+
 def score_names(recipe: Recipe) -> list[str]:
     """Whose scores a sample has: its graders', and its environment's."""
-    played = recipe.agent is not None and recipe.agent.rewards
-    return [*recipe.reward.by_name(), *([ENVIRONMENT] if played else [])]
+    return list(score_weights(recipe))
 
 
 def _players(agent: Agent) -> list[str]:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megarl.recipe.section import Fraction, PositiveFloat, PositiveInt, Section
 
-SampleAdvantage = Literal["grpo", "grpo_loo", "rloo", "reinforce_pp_baseline", "remax", "opo", "gpg", "egpo"]
+SampleAdvantage = Literal["grpo", "grpo_loo", "rloo", "reinforce_pp_baseline", "remax", "opo", "gpg", "egpo", "gdpo"]
 TokenAdvantage = Literal["gae", "reinforce_pp", "distill", "grpo_turns"]
 PolicyLoss = Literal["ppo", "gspo", "cispo", "gpg", "reinforce", "distill"]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]

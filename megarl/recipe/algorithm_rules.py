@@ -80,7 +80,8 @@ def _no_whitening(recipe: Recipe, asked: Asked) -> str:
 def _no_rewards(recipe: Recipe, asked: Asked) -> str:
     if not asked.advantages:
         return _no_advantages(recipe)
-    return f"{ADVANTAGE}: {recipe.algorithm.advantage} asks for no rewards: set {_takers(REWARDS)}"
+    asks = "no rewards" if "reward_parts" not in asked.advantage else "graders' scores, and for no reward beside them"
+    return f"{ADVANTAGE}: {recipe.algorithm.advantage} asks for {asks}: set {_takers(REWARDS)}"
 
 
 def _sees_kl(algorithm: Algorithm, asked: Asked) -> bool:

@@ -87,7 +87,7 @@ ENTRIES = (
     Entry("reward.fn", "custom_reward_function compute_score", "custom_rm_path rm_type", "reward_funcs", "remote_rm_url", "remote rewards: reward.graders"),
     Entry("reward.graders", "", "", "reward_weights", "", "several, each with a weight"),
     Entry("reward_model.path", "", "", "", "reward_pretrain"),
-    Entry("algorithm.advantage", "adv_estimator", "advantage_estimator", "", "advantage_estimator", nemo_rl="use_leave_one_out_baseline"),
+    Entry("algorithm.advantage", "adv_estimator", "advantage_estimator", "multi_objective_aggregation", "advantage_estimator", "TRL's normalize_then_sum: gdpo", nemo_rl="use_leave_one_out_baseline"),
     Entry("algorithm.normalize_std", "norm_adv_by_std_in_grpo", "disable_grpo_std_normalization", "scale_rewards", "", "slime's is the other way round", nemo_rl="normalize_rewards"),
     Entry("algorithm.gamma", "gamma", "gamma", "", "gamma"),
     Entry("algorithm.lam", "lam", "lambd", "", "lambd"),

@@ -19,6 +19,8 @@ def dropped_note(recipe: Recipe) -> str:
         return ""
     if {"group_index", "sequence_groups"}.isdisjoint(parameters(function)):
         why = f"algorithm.advantage: {algorithm.advantage} does not compare samples of a group with each other"
+    elif "reward_parts" in parameters(function):
+        why = f"algorithm.advantage: {algorithm.advantage} goes by each grader's scores, which may differ all the same"
     elif algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         why = "algorithm.kl_in: reward makes their rewards unequal afterwards"
     elif agent is not None and agent.credit == "turn":

@@ -52,6 +52,8 @@ _PRESETS: dict[str, Preset] = {
     "gpg": {"advantage": "gpg", "normalize_std": False, "policy_loss": "gpg", "reduction": "token-mean"},
     # arXiv 2602.22751
     "egpo": {"advantage": "egpo", "normalize_std": True, "policy_loss": "ppo", "reduction": "sequence-mean"},
+    # arXiv 2601.05242: GRPO with each grader's score normalised for itself
+    "gdpo": {"advantage": "gdpo", "policy_loss": "ppo", "reduction": "sequence-mean"},
     # arXiv 2507.18071
     "gspo": {
         "advantage": "grpo",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megarl.algorithms.advantage import zero_variance_groups
 from megarl.core.errors import MegarlError
@@ -26,7 +27,7 @@ class StepSamples:
 
     numbers, positions: of the group, and of the sample within it. group_index: from 0, in order of appearance.
     owners: collectors. trained_tokens: those that are not too old. greedy_rewards: [G], empty where nobody asked, as are
-    greedy_tokens, of these answers. truncated: as of GroupFacts.
+    greedy_tokens, of these answers. truncated: as of GroupFacts. reward_parts: [N, K], scores of all whom the recipe names.
     taken: numbers of all groups that the step took, also of those that have no sample in it. sequence_tokens: [S], of each
     sequence of all samples, which may have several.
     """
@@ -43,6 +44,7 @@ class StepSamples:
     rewards: FloatArray
     mean_nll: FloatArray
     truncated: Flags
+    reward_parts: NDArray[np.float64]
     greedy_rewards: FloatArray
     greedy_tokens: IntArray
     sequence_tokens: IntArray
@@ -135,11 +137,13 @@ def select(
     greedy: bool,
     drop_dull: bool,
     keep: KeepGroups | None = None,
+    names: Sequence[str] = (),
 ) -> StepSamples:
     """The samples that a step trains on, group by group in the order of admission.
 
     entries: finished groups in that order. oldest: version from which on tokens may be trained on. drop_dull: without
     groups that are not kept (`is_kept`); with them where none is, because a step needs samples.
+    names: of graders, whose scores are told.
     """
     facts = [entry.facts for entry in entries if entry.facts is not None]
     assert len(facts) == len(entries), "a group that has not finished"
@@ -166,10 +170,17 @@ def select(
         rewards=joined([each.rewards[at] for _, each, at in kept], np.float32),
         mean_nll=joined([each.mean_nll[at] for _, each, at in kept], np.float32),
         truncated=joined([each.truncated[at] for _, each, at in kept], np.bool_),
+        reward_parts=np.concatenate([np.zeros((0, len(names))), *(_parts(each, names)[at] for _, each, at in kept)]),
         greedy_rewards=np.array([each.greedy_reward for _, each, _ in kept] if greedy else [], np.float32),
         greedy_tokens=np.array([each.greedy_tokens for _, each, _ in kept] if greedy else [], np.int64),
         sequence_tokens=joined([_sequence_tokens(each, at) for _, each, at in kept], np.int64),
     )
+
+
+def _parts(facts: GroupFacts, names: Sequence[str]) -> NDArray[np.float64]:
+    """Scores of these graders: [n, K], nan where there is none."""
+    none = np.full(len(facts.rewards), np.nan)
+    return np.array([facts.parts.get(name, none) for name in names], np.float64).reshape(len(names), len(none)).T
 
 
 def _sequence_tokens(facts: GroupFacts, at: IntArray) -> IntArray:

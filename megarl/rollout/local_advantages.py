@@ -25,6 +25,7 @@ from megarl.algorithms.returns import AdvantagesAndReturns, kl_penalty, token_re
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.core.errors import MegarlError
 from megarl.core.types import BatchInfo, Block, FloatArray, IntArray, ShardPlan
+from megarl.recipe.agent_rules import score_weights
 from megarl.recipe.algorithm import Algorithm, Correction, RejectBounds
 from megarl.recipe.functions import asked, before_whitening, is_per_token, settings
 from megarl.recipe.schema import Recipe
@@ -42,8 +43,8 @@ FlatColumns = Mapping[str, Sequence[FloatArray]]  # by name; one [T] a shard, in
 class SampleNumbers:
     """What a collector has to know of its n samples of a step, by rising index in the step; arrays are [n].
 
-    rewards: the graders'. kl_coef: `StepAdvantages.kl_coef`. greedy_rewards: [G], as of StepFacts; only a user's function of
-    tokens may ask for them, and then all samples of the step are here.
+    rewards: the graders'. reward_parts: [n, K]. kl_coef: `StepAdvantages.kl_coef`. greedy_rewards: [G], as of StepFacts; only a
+    user's function of tokens may ask for them, and then all samples of the step are here.
     """
 
     rewards: FloatArray
@@ -51,6 +52,7 @@ class SampleNumbers:
     response_tokens: IntArray
     mean_nll: FloatArray
     truncated: Flags
+    reward_parts: NDArray[np.float64]
     kl_coef: float
     greedy_rewards: FloatArray
 
@@ -77,6 +79,7 @@ def numbers_of(samples: StepSamples, num_owners: int, kl_coef: float) -> tuple[S
                 samples.response_tokens[mine],
                 samples.mean_nll[mine],
                 samples.truncated[mine],
+                samples.reward_parts[mine],
                 kl_coef,
                 samples.greedy_rewards,
             )
@@ -140,6 +143,12 @@ def column_names(recipe: Recipe) -> tuple[str, ...]:
     names += ["returns"] if recipe.critic is not None else []
     names += ["old_logprobs"] if algorithm.old_logprobs == "rollout" else []
     return tuple(names)
+
+
+def graders_of(recipe: Recipe) -> dict[str, Any]:
+    """Whose scores reward_parts has, and what each counts for in the reward."""
+    weights = score_weights(recipe)
+    return {"reward_names": list(weights), "reward_weights": np.array([*weights.values()], np.float64)}
 
 
 def by_length(recipe: Recipe, graded: FloatArray, response_tokens: IntArray) -> FloatArray:
@@ -295,6 +304,7 @@ class LocalAdvantages:
             "lengths": trained(at.mask, at.cu_seqlens).counts,
             "mean_nll": at.by_sequence(samples.mean_nll),
             "truncated": at.by_sequence(samples.truncated),
+            "reward_parts": at.by_sequence(samples.reward_parts),
             "greedy_rewards": samples.greedy_rewards,
             "token_rewards": token_rewards(at.by_sequence(rewards), at.mask, at.cu_seqlens) + per_token + turn.moved,
             "mask": at.mask.astype(np.float32),
@@ -302,6 +312,7 @@ class LocalAdvantages:
             "sequence_groups": at.by_sequence(samples.group_index),
             "first_turns": turn.first_turns,
             **{name: column.copy() for name, column in read.items() if name in self._asked.advantage},
+            **graders_of(self._recipe),
             **settings(algorithm),
         }
         result = call(function, given)

@@ -31,7 +31,7 @@ from megarl.recipe.schema import Recipe
 from megarl.rollout.batcher import StepSamples
 from megarl.rollout.drift import MEASURED
 from megarl.rollout.facts import Flags
-from megarl.rollout.local_advantages import Measured, Settled, checked, sample_rewards
+from megarl.rollout.local_advantages import Measured, Settled, checked, graders_of, sample_rewards
 from megarl.rollout.sequences import joined
 
 
@@ -40,9 +40,9 @@ class StepFacts:
     """What is known of a step's N samples, in the order of the step, and of its G groups.
 
     rewards: [N] float32, the graders'. group_index: [N] int64 from 0. response_tokens, trained_tokens: [N] int64.
-    mean_nll: [N] float32. truncated: [N] bool. greedy_rewards: [G] float32, of the greedy answer to each group's prompt, less the
-    overlong penalty; looked at only where `StepAdvantages.needs_greedy`, and then every number has to be finite. step: its
-    number, from 1.
+    mean_nll: [N] float32. truncated: [N] bool. reward_parts: [N, K] float64, of StepSamples. greedy_rewards: [G] float32, of the
+    greedy answer to each group's prompt, less the overlong penalty; looked at only where `StepAdvantages.needs_greedy`, and then
+    every number has to be finite. step: its number, from 1.
     """
 
     step: int
@@ -52,6 +52,7 @@ class StepFacts:
     trained_tokens: IntArray
     mean_nll: FloatArray
     truncated: Flags
+    reward_parts: NDArray[np.float64]
     greedy_rewards: FloatArray
 
     @classmethod
@@ -65,6 +66,7 @@ class StepFacts:
             samples.trained_tokens,
             samples.mean_nll,
             samples.truncated,
+            samples.reward_parts,
             samples.greedy_rewards,
         )
 
@@ -161,7 +163,9 @@ class StepAdvantages:
             "lengths": facts.trained_tokens,
             "mean_nll": facts.mean_nll,
             "truncated": facts.truncated,
+            "reward_parts": facts.reward_parts,
             "greedy_rewards": facts.greedy_rewards,
+            **graders_of(self._recipe),
             **settings(self._recipe.algorithm),
         }
         trained = facts.trained_tokens > 0

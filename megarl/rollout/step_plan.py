@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.models.config import ModelConfig
+from megarl.recipe.agent_rules import score_names
 from megarl.recipe.schema import Recipe
 from megarl.rollout import batcher, step_metrics
 from megarl.rollout.batcher import StepSamples
@@ -53,6 +54,7 @@ class StepPlanner:
             greedy=greedy,
             drop_dull=algorithm.drop_zero_variance_groups,
             keep=algorithm.keep_groups,
+            names=score_names(recipe),
         )
         samples = replace(samples, greedy_rewards=by_length(recipe, samples.greedy_rewards, samples.greedy_tokens))
         plans, parts = batcher.assign(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.advantage import (
     egpo_advantages,
+    gdpo_advantages,
     gpg_advantages,
     group_advantages,
     grpo_loo_advantages,
@@ -280,6 +281,52 @@ def test_gpg_equals_the_loop(groups: list[list[float]]) -> None:
     alpha = sum(map(len, groups)) / teaching if teaching else 0.0
     expected = [alpha * advantage for advantage in by_loop(groups, normalize_std=False)]
     assert gpg_advantages(*flat(groups)) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_gdpo_hand_computed() -> None:
+    """Whole rewards are equal in group 0, where the scores are not; in group 1 the second grader says nothing of the last."""
+    parts = np.array([[1, 0], [1, 0], [0, 1], [0, 1], [5, 2], [1, 4], [3, np.nan]])
+    groups, weights = np.array([0, 0, 0, 0, 1, 1, 1]), np.array([1.0, 0.5])
+    # Group 0: 1 and -1 of either. Group 1: the first's mean is 3 and its deviation sqrt(8 / 3); of the second 1 and -1 are left.
+    first = 2 / math.sqrt(8 / 3)
+    sums = np.array([0.5, 0.5, -0.5, -0.5, first - 0.5, 0.5 - first, 0])
+    expected = (sums - sums.mean()) / sums.std()
+    assert gdpo_advantages(parts, weights, groups, eps=0) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert not gdpo_advantages(parts[:4], np.ones(2), groups[:4]).any(), "1 - 1 everywhere"
+
+
+@given(groups_of_rewards, st.integers(0, 99), st.booleans())
+def test_gdpo_equals_the_loop(groups: list[list[float]], seed: int, some_lack: bool) -> None:
+    random = np.random.default_rng(seed)
+    rewards, index = flat(groups)
+    parts = np.stack([rewards, random.integers(3, size=len(rewards)), random.normal(size=len(rewards))], axis=1)
+    parts = parts.astype(np.float64)
+    parts[(random.random(parts.shape) < 0.3) & some_lack] = np.nan
+    weights = np.array([1.0, 0.0, -2.0])
+    sums = np.zeros(len(rewards))
+    for k, weight in enumerate(weights):
+        for group in range(len(groups)):
+            rows = [i for i in np.flatnonzero(index == group) if not np.isnan(parts[i, k])]
+            for i, normal in zip(
+                rows, by_loop([[float(parts[i, k]) for i in rows]], True) if rows else [], strict=True
+            ):
+                sums[i] += weight * normal
+    found = gdpo_advantages(parts, weights, index)
+    if np.ptp(sums) < 1e-6:
+        assert found == pytest.approx(np.zeros(len(sums)), abs=1) and (np.ptp(sums) > 0 or not found.any())
+    else:
+        assert found == pytest.approx((sums - sums.mean()) / sums.std(), rel=1e-3, abs=1e-4)
+
+
+def test_gdpo_does_not_depend_on_the_scale_of_a_grader_and_refuses_other_shapes() -> None:
+    parts, groups = np.array([[1.0, 3], [0, 1], [0, 2], [1, 0]]), np.array([0, 0, 1, 1])
+    plain = gdpo_advantages(parts, np.ones(2), groups, eps=0)
+    assert gdpo_advantages(parts * [100, 1] + [7, 0], np.ones(2), groups, eps=0) == pytest.approx(plain, rel=1e-5)
+    assert gdpo_advantages(np.zeros((0, 2)), np.ones(2), np.zeros(0, int)).shape == (0,)
+    with pytest.raises(ValueError, match=r"reward_parts must be \[N, K\], \(4, 3\); got \(4, 2\)"):
+        gdpo_advantages(parts, np.ones(3), groups)
+    with pytest.raises(ValueError, match="must be finite"):
+        gdpo_advantages(np.where(parts == 3, np.inf, parts), np.ones(2), groups)
 
 
 def test_egpo_hand_computed() -> None:

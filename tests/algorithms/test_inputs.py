@@ -73,6 +73,9 @@ def test_sample_advantages_can_be_called_by_name(name: str) -> None:
         "lengths": np.full(NUM_SAMPLES, 3),
         "mean_nll": np.ones(NUM_SAMPLES, np.float32),
         "truncated": np.zeros(NUM_SAMPLES, np.bool_),
+        "reward_parts": np.arange(2.0 * NUM_SAMPLES).reshape(NUM_SAMPLES, 2),
+        "reward_weights": np.ones(2),
+        "reward_names": ["right", "style"],
         "greedy_rewards": np.zeros(NUM_SAMPLES, np.float32),
         "normalize_std": True,
     }

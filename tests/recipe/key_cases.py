@@ -222,7 +222,7 @@ TRAIN: dict[str, Sequence[str]] = {
         "algorithm",
         {
             "preset": ["rloo", "dapo"],
-            "advantage": ["rloo", "distill", "gae"],
+            "advantage": ["rloo", "distill", "gae", "gdpo"],
             "normalize_std": ["false"],
             "gamma": ["0.5"],
             "lam": ["0.5"],

@@ -189,13 +189,14 @@ FACTS = StepFacts(
     np.array([sample.loss_mask.sum() for sample in SAMPLES], np.int64),
     filters.mean_nll(SAMPLES),
     np.arange(len(SAMPLES)) == 3,
+    np.array([REWARDS], np.float64).T,
     GREEDY,
 )
 
 
 def numbers(kl_coef: float) -> SampleNumbers:
-    of_samples = (FACTS.rewards, FACTS.group_index, FACTS.response_tokens, FACTS.mean_nll, FACTS.truncated)
-    return SampleNumbers(*of_samples, kl_coef, GREEDY)
+    of_samples = (FACTS.rewards, FACTS.group_index, FACTS.response_tokens, FACTS.mean_nll)
+    return SampleNumbers(*of_samples, FACTS.truncated, FACTS.reward_parts, kl_coef, GREEDY)
 
 
 def says(role: str, shard: Shard, scale: float) -> Column:

@@ -75,6 +75,7 @@ UNREAD = [
         for key in ("algorithm.kl_kind=k1", "algorithm.kl_control.target=1.0", "reference.parallel.tp=1")
     ),
     ([*DISTILLED, "algorithm.overlong_buffer=0.5"], ["algorithm.advantage=rloo", "teacher=null"]),
+    (["algorithm.advantage=gdpo", "algorithm.overlong_buffer=0.5"], ["algorithm.advantage=rloo"]),
     ([*DISTILLED, "reward_model.path=m"], ["algorithm.advantage=rloo", "teacher=null"]),
     (["algorithm.policy_loss=reinforce", "algorithm.clip_low=0.1"], ["algorithm.policy_loss=gspo"]),
     (["algorithm.policy_loss=reinforce", "algorithm.clip_high=0.1"], ["algorithm.policy_loss=cispo"]),
@@ -625,6 +626,7 @@ def test_a_kl_in_the_loss_that_holds_nothing_back_is_told(recipe_file: Path, ove
         (["algorithm.advantage=rloo", "algorithm.kl_coef=0.1"], ""),
         (["algorithm.advantage=rloo", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], "kl_in: reward makes their"),
         (["algorithm.advantage=reinforce_pp"], "reinforce_pp does not compare samples of a group"),
+        (["algorithm.advantage=gdpo"], "gdpo goes by each grader's scores"),
         (["algorithm.advantage=gae"], "gae does not compare samples of a group"),
         (["algorithm.advantage=grpo_turns", "agent.environment=maze"], ""),
         (["algorithm.advantage=grpo_turns", "agent.environment=maze", "agent.credit=turn"], "in other turns"),
@@ -637,3 +639,12 @@ def test_groups_that_are_dropped_although_they_teach_are_told(
         words = [f"algorithm.drop_zero_variance_groups={drops}", *overrides]
         said = " ".join(learning_notes(load_recipe(recipe_file, words, Recipe).recipe))
         assert bool(said) == (bool(told) and drops == "true") and (not said or told in said)
+
+
+def test_who_says_which_groups_are_kept_is_not_told_that_others_teach(recipe_file: Path) -> None:
+    drops = ["algorithm.advantage=gdpo", "algorithm.drop_zero_variance_groups=true"]
+    assert learning_notes(load_recipe(recipe_file, drops).recipe)
+    assert not learning_notes(load_recipe(recipe_file, [*drops, "algorithm.keep_groups.above=0.1"]).recipe)
+    # Nor is a reward model in the way where a grader's scores decide.
+    scored = [*drops[1:], "reward_model.path=m", "algorithm.keep_groups.grader=math"]
+    assert load_recipe(recipe_file, scored).recipe.algorithm.keep_groups is not None

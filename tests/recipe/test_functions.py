@@ -88,7 +88,19 @@ def test_a_function_that_was_not_looked_at_may_ask_for_all_or_nothing() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["grpo", "grpo_loo", "rloo", "reinforce_pp_baseline", "remax", "opo", "gpg", "egpo", "reinforce_pp", "grpo_turns"],
+    [
+        "grpo",
+        "grpo_loo",
+        "rloo",
+        "reinforce_pp_baseline",
+        "remax",
+        "opo",
+        "gpg",
+        "egpo",
+        "gdpo",
+        "reinforce_pp",
+        "grpo_turns",
+    ],
 )
 def test_what_needs_no_role_needs_none(name: Any) -> None:
     check_algorithm(Algorithm(advantage=name), {"actor"})

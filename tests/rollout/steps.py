@@ -11,6 +11,7 @@ import numpy as np
 
 from megarl.core.types import Block, FloatArray, Sample, Status
 from megarl.data.blocks import sample_block
+from megarl.recipe.agent_rules import score_names
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.run import Model
 from megarl.recipe.schema import Data, Recipe, Rollout, Train
@@ -66,9 +67,11 @@ def random_step(seed: int, num_collectors: int, num_groups: int = 5, num_shards:
         prompt = replace(make_prompt("p0"), token_ids=np.arange(random.integers(1, 5)))
         for _ in range(random.integers(1, 5)):
             length = int(random.integers(1, MOST + 1))
+            reward = float(np.float32(random.choice([0, 0.25, 0.7, 1])))
             samples.append(
                 replace(
-                    make_sample(f"1/p{group}", float(np.float32(random.choice([0, 0.25, 0.7, 1])))),
+                    make_sample(f"1/p{group}", reward),
+                    reward_parts={"math": reward} if length > 1 else {},
                     prompt=prompt,
                     response_ids=np.arange(length),
                     loss_mask=(random.random(length) < random.choice([0, 0.7, 1, 1])).astype(np.uint8),
@@ -104,8 +107,8 @@ def block_of(step: Step, indices: Sequence[int]) -> Block:
     return sample_block([step.samples[at] for at in indices], np.array(indices, np.int64), np.ones(len(indices)))
 
 
-def facts_of(step: Step) -> StepFacts:
-    """What a coordinator knows of the samples."""
+def facts_of(step: Step, names: Sequence[str] = ()) -> StepFacts:
+    """What a coordinator knows of the samples. names: of graders."""
     return StepFacts(
         step=1,
         rewards=filters.rewards(step.samples),
@@ -113,14 +116,17 @@ def facts_of(step: Step) -> StepFacts:
         response_tokens=np.array([len(sample.response_ids) for sample in step.samples], np.int64),
         trained_tokens=np.array([sample.loss_mask.sum() for sample in step.samples], np.int64),
         mean_nll=filters.mean_nll(step.samples),
+        reward_parts=np.array(
+            [sample.reward_parts.get(name, np.nan) for sample in step.samples for name in names], np.float64
+        ).reshape(len(step.samples), len(names)),
         truncated=np.array([sample.status is Status.TRUNCATED for sample in step.samples], np.bool_),
         greedy_rewards=step.greedy_rewards,
     )
 
 
-def numbers_of(step: Step, indices: Sequence[int], kl_coef: float) -> SampleNumbers:
-    """What a collector has to know of these samples."""
-    facts = facts_of(step)
+def numbers_of(step: Step, indices: Sequence[int], kl_coef: float, names: Sequence[str] = ()) -> SampleNumbers:
+    """What a collector has to know of these samples. names: of graders."""
+    facts = facts_of(step, names)
     at = np.array(indices, np.int64)
     samples = [step.samples[index] for index in indices]
     numbers = group_index(samples)  # counted where they are
@@ -130,6 +136,7 @@ def numbers_of(step: Step, indices: Sequence[int], kl_coef: float) -> SampleNumb
         facts.response_tokens[at],
         facts.mean_nll[at],
         facts.truncated[at],
+        facts.reward_parts[at],
         kl_coef,
         step.greedy_rewards,
     )
@@ -144,13 +151,13 @@ def learn(maker: StepAdvantages, recipe: Recipe, step: Step, roles: Sequence[str
     locals_ = [LocalAdvantages(recipe) for _ in here]
     measured = [
         local.measure(
-            numbers_of(step, sorted(index for part in indices for index in part), maker.kl_coef),
+            numbers_of(step, sorted(index for part in indices for index in part), maker.kl_coef, score_names(recipe)),
             [block_of(step, part) for part in indices],
             {name: [end_to_end([step.said[name][index] for index in part]) for part in indices] for name in roles},
         )
         for local, indices in zip(locals_, here, strict=True)
     ]
-    settled = maker.settle(facts_of(step), measured)
+    settled = maker.settle(facts_of(step, score_names(recipe)), measured)
     learned = [local.finish(each) for local, each in zip(locals_, settled, strict=True)]
     found: Learnt = {}
     for indices, each in zip(here, learned, strict=True):

@@ -15,7 +15,7 @@ from megarl.recipe.algorithm import KeepGroups
 from megarl.rollout import batcher
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.ledger import Entry
-from megarl.rollout.local_advantages import Measured
+from megarl.rollout.local_advantages import Measured, numbers_of
 from megarl.rollout.producer import Pace
 from megarl.rollout.refills import Refills
 from megarl.rollout.sample_facts import group_facts
@@ -78,6 +78,7 @@ def test_a_step_has_usable_samples_that_are_not_too_old() -> None:
     assert samples.num_tokens.tolist() == [13, 14, 16, 17, 18]
     assert samples.trained_tokens.tolist() == [2, 3, 4, 5, 3]
     assert samples.rewards.tolist() == [1, 0, 1, 1, 1]
+    assert samples.reward_parts.shape == (5, 0)
     assert samples.truncated.tolist() == [False, True, False, False, True]
 
 
@@ -156,6 +157,17 @@ def test_a_group_is_kept_by_the_figure_that_the_recipe_names(keep: KeepGroups | 
     assert (1 in samples.numbers) == kept or set(samples.numbers) == {1, 2}, "a step needs samples"
     if keep is not None and keep.grader is not None:  # where only those that are right can be used, none is wrong
         assert not batcher.is_kept(replace(facts, usable=LAST), keep)
+
+
+def test_a_step_has_the_scores_of_the_graders_that_are_named() -> None:
+    """Of rows of several kinds: one grader says nothing of the second group."""
+    other = group(2, [1, 0], [1, 1], parts={"right": np.array([0.25, 0.75])}, usable=np.array([False, True]))
+    entries = [entry(group(1, [0, 1, 0, 0], [1] * 4, parts=RIGHT)), entry(other)]
+    samples = batcher.select(entries, 7, 4, greedy=False, drop_dull=False, names=["style", "right"])
+    expected = [[0.5, 1], [0.5, 1], [0.5, 1], [0.5, 0], [np.nan, 0.75]]
+    assert np.array_equal(samples.reward_parts, expected, equal_nan=True)
+    [first, second] = numbers_of(replace(samples, owners=np.array([1, 1, 1, 1, 0])), 2, 0.0)
+    assert np.array_equal(first.reward_parts, expected[4:], equal_nan=True) and second.reward_parts.shape == (4, 2)
 
 
 def test_refills_are_for_groups_that_are_not_kept() -> None:

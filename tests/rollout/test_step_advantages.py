@@ -16,6 +16,7 @@ from megarl.core.errors import MegarlError
 from megarl.core.types import Block, FloatArray, Status
 from megarl.recipe.algorithm import Algorithm, Correction, KlControl, RejectBounds
 from megarl.recipe.functions import needs_one_collector
+from megarl.recipe.reward import Reward
 from megarl.recipe.roles import Critic, RewardModel, Teacher
 from megarl.rollout.local_advantages import LocalAdvantages, column_names
 from megarl.rollout.step_advantages import StepAdvantages
@@ -461,6 +462,49 @@ def test_what_a_users_function_does_to_its_inputs_changes_nothing_else() -> None
 def test_a_users_function_of_samples_sees_the_whole_step(num_collectors: int) -> None:
     found, _ = learned(Algorithm(advantage=f"{__name__}:own_of_samples"), num_collectors)
     assert found["advantages"] == {0: [3.0] * 3, 1: [0.0], 2: [0.0] * 2, 3: [1.0] * 2}
+
+
+def scored(step: Step) -> Step:
+    """In both groups one sample is right and the other has style; nobody looked at the style of the last."""
+    parts: list[dict[str, float | None]] = [
+        {"right": 1, "style": 0},
+        {"right": 0, "style": 3},
+        {"right": 1, "style": 2},
+        {"right": 0},
+    ]
+    return replace(
+        step, samples=[replace(sample, reward_parts=each) for sample, each in zip(step.samples, parts, strict=True)]
+    )
+
+
+TWO_GRADERS = Reward.model_validate(
+    {"graders": {"style": {"kind": "rule", "fn": "exact", "weight": 0.5}, "right": {"kind": "rule", "fn": "math"}}}
+)
+
+
+@anywhere
+def test_gdpo_normalises_each_graders_scores_for_themselves(num_collectors: int) -> None:
+    """Sums of 0.5, -0.5, 1 and -1: of mean 0 and variance 2.5 / 4, each sample counting once."""
+    found, _ = learned(Algorithm(advantage="gdpo"), num_collectors, change=scored, reward=TWO_GRADERS)
+    unit = (2.5 / 4) ** -0.5
+    expected = {0: [0.5 * unit] * 3, 1: [-0.5 * unit], 2: [unit] * 2, 3: [-unit] * 2}
+    assert found["advantages"] == {sample: pytest.approx(values, rel=1e-5) for sample, values in expected.items()}
+
+
+def own_of_parts(reward_parts: Any, reward_weights: Any, reward_names: Any) -> Any:
+    assert reward_names == ["style", "right"] and reward_weights.tolist() == [0.5, 1]
+    return np.nansum(reward_parts * reward_weights, axis=1)
+
+
+def own_of_parts_at_tokens(reward_parts: Any, reward_weights: Any, mask: Any, cu_seqlens: Any) -> Any:
+    return np.repeat(np.nansum(reward_parts * reward_weights, axis=1), np.diff(cu_seqlens)) * mask
+
+
+@pytest.mark.parametrize("name", ["own_of_parts", "own_of_parts_at_tokens"])
+def test_a_users_function_may_ask_for_each_graders_scores(name: str) -> None:
+    algorithm = Algorithm(advantage=f"{__name__}:{name}")
+    found, _ = learned(algorithm, change=scored, reward=TWO_GRADERS)
+    assert found["advantages"] == {0: [1.0] * 3, 1: [1.5], 2: [2.0] * 2, 3: [0.0] * 2}
 
 
 @anywhere

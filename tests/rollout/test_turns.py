@@ -79,7 +79,7 @@ def test_turns_keep_their_numbers_where_earlier_ones_are_too_old(tmp_path: Path)
     facts = SampleNumbers(
         np.array([1.0, 0.0], np.float32),
         *(np.zeros(2, np.int64),) * 2,
-        *(np.zeros(2, np.float32), np.zeros(2, np.bool_), 0.0, np.zeros(2, np.float32)),
+        *(np.zeros(2, np.float32), np.zeros(2, np.bool_), np.zeros((2, 0)), 0.0, np.zeros(2, np.float32)),
     )
     local = LocalAdvantages(recipe)
     local.measure(facts, blocks, {"old_logprobs": [np.zeros(24, np.float32)]})
@@ -103,7 +103,7 @@ def test_what_a_turn_leads_to_is_what_comes_after_it(tmp_path: Path, credit: str
     numbers = SampleNumbers(
         np.array([2.5], np.float32),
         *(np.zeros(1, np.int64),) * 2,
-        *(np.zeros(1, np.float32), np.zeros(1, np.bool_), 0.0, np.zeros(1, np.float32)),
+        *(np.zeros(1, np.float32), np.zeros(1, np.bool_), np.zeros((1, 0)), 0.0, np.zeros(1, np.float32)),
     )
     local = LocalAdvantages(recipe)
     measured = local.measure(numbers, [block], {"old_logprobs": [np.zeros(12, np.float32)]})
