@@ -66,6 +66,7 @@ LOSS_INPUTS: Inputs = MappingProxyType(
         "old_logprobs": "[T], of the actor before the step's update, or the rollout's own",
         "advantages": "[T], with off-policy weights in them where the recipe asks for them",
         "sequence_log_ratio": "[T], mean of logprobs - old_logprobs over the token's sequence, over context-parallel ranks",
+        "sequence_mean": "function of [T]: each token has the mean over its sequence's trained tokens, [T], without gradient",
         "teacher_logprobs": "[T], of the teacher; needs one",
     }
 )

@@ -81,6 +81,33 @@ def gspo_loss(
     return PolicyLoss(loss=plain.maximum(bounded), clipped=bounded > plain, ratio=ratio.detach())
 
 
+def gmpo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_mean: Callable[[Tensor], Tensor],
+    clip_low: float,
+    clip_high: float,
+) -> PolicyLoss:
+    """-s A, s = exp(mean of l over the sequence), l = min(logprobs - old_logprobs, clip_high), or max(.., -clip_low) where A < 0.
+
+    GMPO (arXiv 2507.20673): the geometric mean of the tokens' ratios. As in PPO, only what would be gained beyond a bound is cut;
+    bounds are of the log ratio. The value of s is the sequence's, and its gradient reaches each token that is inside of its bound
+    as s times that of the token's own log-prob. Weighted as sequence-mean, the gradient is that of the sequence form.
+
+    Arguments as for clipped_policy_loss. sequence_mean: gives each token the mean over its sequence of what it is given, [T];
+    over whole sequences, see megarl.algorithms.sequences. No gradient goes through it.
+    """
+    advantages = advantages.detach()
+    log_ratio = (logprobs - old_logprobs).detach()
+    finite = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    bounded = finite.clamp(max=clip_high).where(advantages >= 0, finite.clamp(min=-clip_low))
+    clipped = bounded != log_ratio
+    own = (logprobs - logprobs.detach()).where(~clipped, 0).exp()
+    ratio = sequence_mean(bounded).detach().exp() * own
+    return PolicyLoss(loss=-ratio * advantages, clipped=clipped, ratio=ratio.detach())
+
+
 def cispo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> PolicyLoss:
@@ -133,6 +160,7 @@ POLICY_LOSSES: Mapping[str, Callable[..., PolicyLoss]] = MappingProxyType(
     {
         "ppo": clipped_policy_loss,
         "gspo": gspo_loss,
+        "gmpo": gmpo_loss,
         "cispo": cispo_loss,
         "gpg": reinforce_loss,
         "reinforce": reinforce_loss,

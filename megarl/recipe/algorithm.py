@@ -10,7 +10,7 @@ from megarl.recipe.section import Fraction, PositiveFloat, PositiveInt, Section
 
 SampleAdvantage = Literal["grpo", "grpo_loo", "rloo", "reinforce_pp_baseline", "remax", "opo", "gpg", "egpo", "gdpo"]
 TokenAdvantage = Literal["gae", "reinforce_pp", "distill", "grpo_turns"]
-PolicyLoss = Literal["ppo", "gspo", "cispo", "gpg", "reinforce", "distill"]
+PolicyLoss = Literal["ppo", "gspo", "gmpo", "cispo", "gpg", "reinforce", "distill"]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
@@ -93,8 +93,12 @@ class Algorithm(Section):
     policy_loss: PolicyLoss | ImportPath = Field(
         "ppo", description="what is minimised; names: docs/algorithms.md; or pkg.module:function"
     )
-    clip_low: Fraction = Field(0.2, description="ratio is clipped below at 1 - clip_low")
-    clip_high: PositiveFloat = Field(0.2, description="ratio is clipped above at 1 + clip_high")
+    clip_low: Fraction = Field(
+        0.2, description="ratio is clipped below at 1 - clip_low; gmpo: its logarithm at -clip_low"
+    )
+    clip_high: PositiveFloat = Field(
+        0.2, description="ratio is clipped above at 1 + clip_high; gmpo: its logarithm at clip_high"
+    )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
         None, description="with ppo, a negative advantage costs at most so many times itself (arXiv 1912.09729)"
     )

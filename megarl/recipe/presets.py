@@ -63,6 +63,15 @@ _PRESETS: dict[str, Preset] = {
         "clip_high": 4e-4,
         "reduction": "sequence-mean",
     },
+    # arXiv 2507.20673: the ratio of a token between exp(-0.4) and exp(0.4)
+    "gmpo": {
+        "advantage": "grpo",
+        "normalize_std": True,
+        "policy_loss": "gmpo",
+        "clip_low": 0.4,
+        "clip_high": 0.4,
+        "reduction": "sequence-mean",
+    },
     # arXiv 2506.13585: no lower bound; the ratio counts for at most 5
     "cispo": {
         "advantage": "grpo",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ def policy_loss(
     """
     function, chosen = policy_loss_function(algorithm), settings(algorithm)
     asked = wanted(function, LOSS_INPUTS)
-    columns = asked - {"logprobs", "old_logprobs", "sequence_log_ratio"} | ({"old_logprobs"} if old_given else set())
+    made = {"logprobs", "old_logprobs", "sequence_log_ratio", "sequence_mean"}
+    columns = asked - made | ({"old_logprobs"} if old_given else set())
     with_kl = algorithm.kl_in == "loss" and algorithm.kl_coef > 0
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
@@ -89,9 +91,11 @@ def policy_loss(
         logprobs, entropy = _masked(scores.logprobs, mask), _masked(scores.entropy, mask)
         given = {"logprobs": logprobs, **{name: _masked(batch.columns[name], mask) for name in columns}}
         old = given.setdefault("old_logprobs", logprobs.detach())
+        sequence_mean = partial(_sequence_mean, batch, over_context)
         if "sequence_log_ratio" in asked:
-            given["sequence_log_ratio"] = _sequence_log_ratio(logprobs, old, batch, over_context)
-        per_token, clipped = _checked(call(function, {**chosen, **given}), mask, algorithm)
+            given["sequence_log_ratio"] = sequence_mean(logprobs - old)
+        found = call(function, {**chosen, **given, "sequence_mean": sequence_mean})
+        per_token, clipped = _checked(found, mask, algorithm)
         policy = total = (weights * per_token).sum()
         weighted = {"actor/pg_loss": policy}
         if with_kl:
@@ -144,16 +148,11 @@ def _checked(found: Any, mask: Tensor, algorithm: Algorithm) -> tuple[Tensor, Te
     return found.loss, found.clipped
 
 
-def _sequence_log_ratio(
-    logprobs: Tensor, old: Tensor, batch: DeviceBatch, over_context: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Mean of the log ratio over the trained tokens of each position's sequence: [T], no gradient."""
+def _sequence_mean(batch: DeviceBatch, over_context: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Mean of values [T] over the trained tokens of each position's sequence: [T], no gradient."""
     number = len(batch.cu_seqlens) - 1
     both = torch.stack(
-        [
-            sequence_sums((logprobs - old).detach(), batch.sequence, number),
-            sequence_sums(batch.mask, batch.sequence, number),
-        ]
+        [sequence_sums(each, batch.sequence, number) for each in (_masked(values.detach(), batch.mask), batch.mask)]
     )
     sums, counts = over_context(both)
     return spread_means(sums, counts, batch.sequence)

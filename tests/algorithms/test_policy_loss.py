@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megarl.algorithms.policy_loss import (
     cispo_loss,
     clipped_policy_loss,
     distill_loss,
+    gmpo_loss,
     gspo_loss,
     reinforce_loss,
 )
@@ -139,6 +141,40 @@ def test_gspo_is_the_gradient_of_the_sequence_form(rows: list[Row], clip: float,
     torch.testing.assert_close(token_form.grad, sequence_form.grad)
 
 
+def test_gmpo_hand_computed() -> None:
+    # Log ratios 0.2, 0.6 and -1 of one sequence, bounded to 0.4 above where it is good, to -0.4 below where it is bad.
+    old, new = torch.full((3,), -1.0), torch.tensor([-0.8, -0.4, -2.0])
+    whole = partial(mean_of_one, num=3)
+    good = gmpo_loss(new.requires_grad_(), old, torch.ones(3), whole, 0.4, 0.4)
+    assert good.clipped.tolist() == [False, True, False]
+    assert good.loss.tolist() == pytest.approx([-math.exp((0.2 + 0.4 - 1) / 3)] * 3)
+    good.loss.sum().backward()
+    assert new.grad is not None and new.grad.tolist() == pytest.approx([-math.exp(-0.4 / 3), 0, -math.exp(-0.4 / 3)])
+    bad = gmpo_loss(new, old, -torch.ones(3), whole, 0.4, 0.3)
+    assert bad.clipped.tolist() == [False, False, True]
+    assert bad.loss.tolist() == pytest.approx([math.exp((0.2 + 0.6 - 0.4) / 3)] * 3)
+
+
+def mean_of_one(values: torch.Tensor, num: int) -> torch.Tensor:
+    return (values.sum() / num).expand(num)
+
+
+@given(tokens, st.floats(0.05, 1), st.floats(0.05, 2), st.sampled_from([1.5, -0.5]))
+def test_gmpo_is_the_gradient_of_the_sequence_form(rows: list[Row], low: float, high: float, advantage: float) -> None:
+    """The paper's: the product of |min(ratio A, clip(ratio) A)|, to the power of 1 / length, with the sign of A."""
+    logprobs, old, _ = columns(rows)
+    token_form, sequence_form = logprobs.clone().requires_grad_(), logprobs.clone().requires_grad_()
+    num, advantages = len(rows), torch.full_like(old, advantage)
+    token_loss = gmpo_loss(token_form, old, advantages, partial(mean_of_one, num=num), low, high).loss.mean()
+    token_loss.backward()
+    ratio = (sequence_form - old).exp()
+    least = torch.min(ratio * advantage, ratio.clamp(math.exp(-low), math.exp(high)) * advantage).abs()
+    sequence_loss = -math.copysign(1, advantage) * least.log().mean().exp()
+    sequence_loss.backward()
+    torch.testing.assert_close(token_loss, sequence_loss)
+    torch.testing.assert_close(token_form.grad, sequence_form.grad)
+
+
 def test_cispo_hand_computed() -> None:
     old, ratio = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([0.5, 1.0, 3.0])
     advantages = torch.tensor([1.0, -2.0, 1.0])
@@ -210,6 +246,7 @@ LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "ppo": lambda p, o, a: clipped_policy_loss(p, o, a, 0.2, 0.28),
     "dual": lambda p, o, a: clipped_policy_loss(p, o, a, 0.2, 0.28, dual_clip=3.0),
     "gspo": lambda p, o, a: gspo_loss(p, a, p - o, 0.2, 0.28),
+    "gmpo": lambda p, o, a: gmpo_loss(p, o, a, lambda x: x, 0.2, 0.28),
     "cispo": lambda p, o, a: cispo_loss(p, o, a, 1.0, 4.0),
     "reinforce": reinforce_loss,
     "distill": distill_loss,

@@ -230,7 +230,7 @@ TRAIN: dict[str, Sequence[str]] = {
             "advantage_clip": ["0.3"],
             "overlong_buffer": ["0.9"],
             "truncated": ["mask"],
-            "policy_loss": ["cispo", "reinforce", "distill"],
+            "policy_loss": ["cispo", "gmpo", "reinforce", "distill"],
             "clip_low": ["0.05"],
             "clip_high": ["0.05"],
             "dual_clip": ["1.1"],

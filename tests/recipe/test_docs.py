@@ -18,7 +18,7 @@ from megarl.algorithms import advantage, correction, inputs, kl, kl_control, ret
 from megarl.algorithms.inputs import LOSS_INPUTS, SAMPLE_ADVANTAGES, SAMPLE_INPUTS, TOKEN_ADVANTAGES, TOKEN_INPUTS
 from megarl.algorithms.kl import KlKind, kl_estimate
 from megarl.algorithms.limits import MAX_LOG_RATIO
-from megarl.algorithms.policy_loss import POLICY_LOSSES, distill_loss, gspo_loss
+from megarl.algorithms.policy_loss import POLICY_LOSSES, distill_loss, gmpo_loss, gspo_loss
 from megarl.algorithms.preference import bradley_terry_loss, ipo_loss
 from megarl.algorithms.reduce import Reduction, sample_weights
 from megarl.algorithms.returns import kl_penalty
@@ -205,6 +205,8 @@ def test_what_else_is_clamped() -> None:
         ]
         assert ratios[0] == ratios[1]
     means = [gspo_loss(one, one, at, 1.0, 1e12).ratio for at in (far, edge)]
+    assert means[0] == means[1]
+    means = [gmpo_loss(at, 0 * one, one, lambda values: values, 1.0, 1e12).ratio for at in (far, edge)]
     assert means[0] == means[1]
     gains = [distill_loss(0 * one, 0 * one, at).loss for at in (far, edge)]
     assert gains[0] == gains[1]

@@ -34,7 +34,9 @@ OTHERS = {
 
 
 def test_every_published_algorithm_has_one() -> None:
-    names = "grpo dr_grpo rloo reinforce_pp reinforce_pp_baseline remax opo gpg egpo gdpo gspo cispo dapo ppo distill"
+    names = (
+        "grpo dr_grpo rloo reinforce_pp reinforce_pp_baseline remax opo gpg egpo gdpo gspo gmpo cispo dapo ppo distill"
+    )
     assert set(PRESETS) == set(names.split())
 
 

@@ -9,6 +9,7 @@ from megarl.algorithms.policy_loss import (
     PolicyLoss,
     cispo_loss,
     clipped_policy_loss,
+    gmpo_loss,
     gspo_loss,
     reinforce_loss,
 )
@@ -102,6 +103,8 @@ def per_token(name, logprobs, advantages):
     new, old, given = (torch.tensor(values[:3]) for values in (logprobs, OLD, advantages))
     if name == "gspo":
         return gspo_loss(new, given, (new - old).mean().expand(3), 0.1, 0.2).loss
+    if name == "gmpo":
+        return gmpo_loss(new, old, given, lambda values: values.mean().expand(3), 0.1, 0.2).loss
     if name == "cispo":
         return cispo_loss(new, old, given, 0.1, 0.2).loss
     if name == "reinforce":
@@ -109,7 +112,7 @@ def per_token(name, logprobs, advantages):
     return clipped_policy_loss(new, old, given, 0.1, 0.2, dual_clip=3.0).loss
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("name", ["ppo", "gspo", "gmpo", "cispo", "reinforce"])
 def test_the_recipe_chooses_the_policy_loss(name):
     settings = {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": 3.0 if name == "ppo" else None}
     logprobs, advantages = [-0.6, -0.5, -0.7, 0.0], [1.0, -1.0, 2.0, 0.0]
@@ -127,6 +130,12 @@ def sign_loss(logprobs, advantages):
 
 def mean_loss(logprobs, advantages):
     return PolicyLoss((-advantages * logprobs).mean(), advantages < 0, logprobs.detach().exp())
+
+
+def centred_loss(logprobs, advantages, sequence_mean):
+    """A user's: against the mean of its sequence; what lies outside of the mask is in no mean."""
+    centred = advantages - sequence_mean(logprobs + 100 * (logprobs == 0))
+    return PolicyLoss(-centred * logprobs, advantages < 0, logprobs.detach().exp())
 
 
 def bare_loss(logprobs, advantages):
@@ -147,7 +156,8 @@ def test_what_a_users_loss_gives_is_looked_at(name, said):
         loss.fn(scores(OLD), batch(old_logprobs=OLD, advantages=[1.0, 0.0, -1.0, 0.0]))
 
 
-def test_a_sequence_cut_over_ranks_has_one_ratio():
+@pytest.mark.parametrize("name", ["gspo", "gmpo", f"{__name__}:centred_loss"])
+def test_a_sequence_cut_over_ranks_has_one_ratio(name):
     """Two context-parallel ranks, one after the other: each adds what the other holds."""
     old, new = np.log(np.array([0.5, 0.4, 0.3, 0.2, 0.1, 0.2, 0.3, 0.0001])), np.log(np.full(8, 0.25))
     micro = MicroBatch(
@@ -160,7 +170,7 @@ def test_a_sequence_cut_over_ranks_has_one_ratio():
         sample_index=np.array([0]),
     )
     columns = {"old_logprobs": old.astype(np.float32), "advantages": np.ones(8, np.float32)}
-    algorithm = Algorithm(policy_loss="gspo", clip_low=0.9, clip_high=9.0)
+    algorithm = Algorithm(policy_loss=name, clip_low=0.9, clip_high=9.0)
     whole = to_device(micro, columns, str(torch.get_default_device()), Layout(), 0)
     expected = policy_loss(algorithm).fn(scores(new.tolist(), [0.0] * 8), whole).loss
     layout = Layout(cp=2, world_size=2)
