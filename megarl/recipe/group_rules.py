@@ -46,7 +46,7 @@ def _grades_some(recipe: Recipe) -> bool:
 
 def _keeps_none(recipe: Recipe) -> bool:
     keep = recipe.algorithm.keep_groups
-    return keep is not None and None not in (keep.above, keep.below) and keep.above >= keep.below
+    return keep is not None and keep.above is not None and keep.below is not None and keep.above >= keep.below
 
 
 GROUP_UNREAD: tuple[Unread, ...] = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,7 +121,7 @@ def is_kept(facts: GroupFacts, keep: KeepGroups | None, trained: Flags | None = 
     """Whether a group is trained on, where groups are dropped. keep: the recipe's; None: those that teach. trained: as above."""
     if keep is None:
         return teaches(facts, trained)
-    figures = facts.rewards if keep.grader is None else facts.parts.get(keep.grader, np.zeros(0))
+    figures: NDArray[Any] = facts.rewards if keep.grader is None else facts.parts.get(keep.grader, np.zeros(0))
     if len(figures):
         figures = figures[facts.usable if trained is None else trained]
     if not len(figures) or zero_variance_groups(figures, np.zeros(len(figures), np.int64)).all():
