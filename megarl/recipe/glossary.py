@@ -105,7 +105,7 @@ ENTRIES = (
     Entry("algorithm.entropy_coef", "entropy_coeff", "entropy_coef", "", "entropy_loss_coef"),
     Entry("algorithm.overlong_buffer", "overlong_buffer", "", "", "overlong_buffer_len", "a share of max_response_tokens", nemo_rl="overlong_buffer_length"),
     Entry("algorithm.drop_zero_variance_groups", "filter_groups", "dynamic_sampling_filter_path", "", "dynamic_filtering", nemo_rl="use_dynamic_sampling"),
-    Entry("algorithm.keep_groups", "", "", "", "dynamic_filtering_reward_range", "bounds on a group's mean; verl's filter_groups.metric is its grader"),
+    Entry("algorithm.keep_groups", "filter_groups", "", "", "dynamic_filtering_reward_range", "bounds on a group's mean; verl's filter_groups.metric is its grader"),
     Entry("algorithm.truncated", "", "", "mask_truncated_completions", "", "mask where theirs is true", nemo_rl="overlong_filtering"),
     Entry("algorithm.refill_rounds", "max_num_gen_batches", "over_sampling_batch_size", "", "", nemo_rl="dynamic_sampling_max_gen_batches"),
     Entry("algorithm.old_logprobs", "bypass_mode", "use_rollout_logprobs", "", ""),
