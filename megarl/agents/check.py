@@ -9,29 +9,43 @@ from megarl.agents.harness_kinds import check_harness
 from megarl.agents.loading import check_environment
 from megarl.agents.python_sandbox import check_sandboxes
 from megarl.agents.template import ASKED, ChatTemplate, assistant
-from megarl.agents.tool_sources import open_toolbox
+from megarl.agents.tool_sources import SharedTools, open_shared, open_toolbox
 from megarl.agents.tools import ToolCall
 from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.data.chat import Tokenizer, has_chat_template
-from megarl.recipe.agent import CODE, PYTHON
+from megarl.recipe.agent import CODE, PYTHON, Agent
 from megarl.recipe.schema import Recipe
 
 RESULT: Message = {"role": "tool", "content": "what-the-tool-gave"}
 
 
 def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> int:
-    """How many tokens of each prompt tell of tools. Raises UserError for the first thing that cannot work.
+    """How many tokens of each prompt tell of tools; of several environments the most. Raises UserError for what cannot work.
 
     There is nothing to check where the recipe has no agent.
     """
-    agent, told = recipe.agent, 0
+    agent = recipe.agent
     if agent is None:
-        return told
+        return 0
+    if not agent.environments:
+        return _check_one(recipe, agent, tokenizer, None)
+    shared, told = open_shared(agent), 0
+    for name, kind in agent.kinds().items():
+        try:
+            told = max(told, _check_one(recipe, kind, tokenizer, shared))
+        except UserError as error:
+            raise UserError(f"In agent.environments.{name}: {error}") from error
+    return told
+
+
+def _check_one(recipe: Recipe, agent: Agent, tokenizer: Tokenizer, shared: SharedTools | None) -> int:
+    """Of an agent with one environment at most. Returns and raises as `check_agent`."""
+    told = 0
     if agent.environment is not None:
         check_environment(agent)
     if agent.harnessed:
         check_harness(agent)
-    schemas = open_toolbox(agent).schemas if agent.has_tools else []
+    schemas = open_toolbox(agent, shared).schemas if agent.has_tools else []
     if PYTHON in agent.tools:
         check_sandboxes(agent.tool_timeout_s, "agent.tools: python")
     if agent.environment == CODE:

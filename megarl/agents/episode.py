@@ -28,6 +28,7 @@ from megarl.agents.renderings import Renderings
 from megarl.agents.rows import episode_row
 from megarl.agents.tally import Budget, Tally
 from megarl.agents.template import ChatTemplate
+from megarl.agents.tool_sources import SharedTools
 from megarl.agents.tool_use import ToolUse
 from megarl.agents.tools import ToolCall, apart
 from megarl.agents.transcript import Transcript
@@ -79,11 +80,16 @@ class Episodes:
         self._settings = settings
 
     @classmethod
-    def open(cls, recipe: Recipe, router: ServerEndpoint, tokenizer: Tokenizer) -> Episodes:
-        """Of a recipe that has an agent. Raises UserError where its environment or a tool does not import."""
+    def open(
+        cls, recipe: Recipe, router: ServerEndpoint, tokenizer: Tokenizer, shared: SharedTools | None = None
+    ) -> Episodes:
+        """Of a recipe that has an agent. shared: tools that somebody else closes.
+
+        Raises UserError where its environment or a tool does not import.
+        """
         agent = recipe.agent
         assert agent is not None
-        tools = ToolUse.open(agent, router) if agent.has_tools else None
+        tools = ToolUse.open(agent, router, shared) if agent.has_tools else None
         processes = EnvironmentProcesses(agent) if agent.workers is not None else None
         maker = open_environment(agent)
         return cls(

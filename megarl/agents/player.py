@@ -16,6 +16,10 @@ def open_player(recipe: Recipe, router: ServerEndpoint, address: str, tokenizer:
         from megarl.agents.harness import Harnesses
 
         return Harnesses.open(recipe, router, address, tokenizer)
+    if recipe.agent.environments:
+        from megarl.agents.by_row import EpisodesByRow
+
+        return EpisodesByRow.open(recipe, router, tokenizer)
     from megarl.agents.episode import Episodes
 
     return Episodes.open(recipe, router, tokenizer)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megarl.agents.tool_sources import open_toolbox
+from megarl.agents.tool_sources import SharedTools, open_toolbox
 from megarl.agents.tools import Result, Toolbox, ToolCall
 from megarl.core.errors import DeadlineError
 from megarl.core.log import get_logger
@@ -71,10 +71,10 @@ class ToolUse:
         self.schemas: list[dict[str, Any]] = toolbox.schemas
 
     @classmethod
-    def open(cls, agent: Agent, router: ServerEndpoint) -> ToolUse:
-        """Of a recipe that names tools. Raises UserError, as `open_toolbox` does."""
+    def open(cls, agent: Agent, router: ServerEndpoint, shared: SharedTools | None = None) -> ToolUse:
+        """Of a recipe that names tools. shared, and raises UserError: as of `open_toolbox`."""
         assert agent.tool_parser is not None
-        toolbox = open_toolbox(agent)
+        toolbox = open_toolbox(agent, shared)
         return cls(toolbox, CallParser(router, agent.tool_parser, toolbox.schemas))
 
     async def use(self, text: str, turn: int, environment: Any = None) -> Used | None:

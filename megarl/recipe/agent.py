@@ -75,6 +75,20 @@ def _place(where: str) -> str:
     return where
 
 
+EnvironmentName = Literal["guess_number", "calculator", "maze", "code"] | Path
+Method = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
+
+
+class NamedEnvironment(Section):
+    """One of several environments: what a section `agent` says of its only one."""
+
+    environment: EnvironmentName = Field(description="as agent.environment")
+    settings: dict[str, Any] = Field({}, description="keyword arguments of its class")
+    environment_tools: tuple[Method, ...] = Field(
+        (), strict=False, description="its methods that the policy may call, as agent.environment_tools"
+    )
+
+
 class Agent(Section):
     """Episodes of several turns in the place of single responses; docs/agents.md."""
 
@@ -86,18 +100,39 @@ class Agent(Section):
     @property
     def has_tools(self) -> bool:
         """Whether megarl calls tools for the policy."""
-        return bool(self.tools or self.mcp or self.environment_tools)
+        methods = self.environment_tools or any(each.environment_tools for each in self.environments.values())
+        return bool(self.tools or self.mcp or methods)
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether an environment plays, or one of several."""
+        return self.environment is not None or bool(self.environments)
+
+    def kinds(self) -> dict[str, Agent]:
+        """For each of several environments, by name, the section as it would be with that one alone."""
+        alone: dict[str, Any] = {"environments": {}, "environment_key": None}
+        return {name: self.model_copy(update={**dict(each), **alone}) for name, each in self.environments.items()}
 
     @property
     def rewards(self) -> bool:
         """Whether what plays may say what an episode is worth."""
-        return self.environment is not None or self.harnessed
+        return self.has_environment or self.harnessed
 
-    environment: Literal["guess_number", "calculator", "maze", "code"] | Path | None = Field(
+    environment: EnvironmentName | None = Field(
         None,
         description="what answers the policy and rewards it: guess_number, calculator, maze, code, or pkg.module:Class with "
         "the coroutines start, step and close; default: nobody but tools; the "
         "first turn without a call is the answer, and graders reward it",
+    )
+    environments: dict[str, NamedEnvironment] = Field(
+        {},
+        description="several in the place of environment, by name: {walk: {environment: maze, settings: {size: 3}}, shop: "
+        '{environment: "shop:Shop", environment_tools: [price_of]}}; a row\'s episodes go to the one that it names',
+    )
+    environment_key: str | None = Field(
+        None,
+        min_length=1,
+        description="with environments: the field of the rows that names one of them, dots into objects, such as data_source",
     )
     command: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
         None,
@@ -142,7 +177,7 @@ class Agent(Section):
         description="MCP servers whose tools the policy may call: commands, such as python tools_server.py, one process in each "
         "collector, or addresses, such as http://host:8000/mcp",
     )
-    environment_tools: tuple[Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")], ...] = Field(
+    environment_tools: tuple[Method, ...] = Field(
         (),
         strict=False,
         description="methods of the environment's class, by name, with type hints, that the policy may call: a call goes to the "

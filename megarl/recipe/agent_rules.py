@@ -21,15 +21,20 @@ def score_names(recipe: Recipe) -> list[str]:
 
 def _players(agent: Agent) -> list[str]:
     """Keys that say who answers the policy."""
-    keys = ("environment", "command", "function")
-    return [f"agent.{key}" for key in keys if getattr(agent, key) is not None]
+    return [f"agent.{key}" for key in ("environment", "environments", "command", "function") if getattr(agent, key)]
 
 
 AGENT_UNREAD: tuple[Unread, ...] = (
     Unread(
         ("agent.settings",),
         lambda r, _: r.agent is None or r.agent.environment is not None,
-        "they are an environment's: set agent.environment",
+        "they are an environment's: set agent.environment; those of agent.environments have their own",
+        (Recipe,),
+    ),
+    Unread(
+        ("agent.environment_key",),
+        lambda r, _: r.agent is None or bool(r.agent.environments),
+        "it says which of several environments a row is for: name them in agent.environments",
         (Recipe,),
     ),
     Unread(
@@ -66,12 +71,12 @@ AGENT_UNREAD: tuple[Unread, ...] = (
     Unread(
         ("agent.environment_tools",),
         lambda r, _: r.agent is None or r.agent.environment is not None,
-        "they are methods of an environment: set agent.environment",
+        "they are methods of an environment: set agent.environment; those of agent.environments have their own",
         (Recipe,),
     ),
     Unread(
         ("agent.step_timeout_s", "agent.workers"),
-        lambda r, _: r.agent is None or r.agent.environment is not None,
+        lambda r, _: r.agent is None or r.agent.has_environment,
         "it is an environment's: set agent.environment",
         (Recipe,),
     ),
@@ -90,6 +95,15 @@ AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
         "agent",
         lambda r, _: r.agent is not None and len(_players(r.agent)) > 1,
         lambda r: f"one of them plays an episode, and {' and '.join(_players(r.agent))} are set. Remove all but one",
+        (Recipe,),
+    ),
+    Contradiction(
+        "agent.environment_key",
+        lambda r, _: r.agent is not None and bool(r.agent.environments) and r.agent.environment_key is None,
+        lambda r: (
+            f"nothing says which row is for which of {', '.join(r.agent.environments)}. Set it to the field of the rows that "
+            "names one of them"
+        ),
         (Recipe,),
     ),
     Contradiction(

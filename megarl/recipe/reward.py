@@ -147,7 +147,7 @@ class Reward(Section):
     fn: str | None = Field(
         "math",
         description="one rule, in short: math, exact, or pkg.module:function(prompt, response, answer, metadata) -> float; with "
-        "agent.environment, command or function by default null: they alone reward",
+        "agent.environment, environments, command or function by default null: they alone reward",
     )
     graders: Annotated[dict[str, Grader], AfterValidator(_named)] = Field(
         {}, description="graders by name, in the place of fn; each grades every response, or those to some rows (only)"

@@ -281,7 +281,8 @@ class Recipe(Section):
     def _rewarded_by_environment(cls, values: Any) -> Any:
         """Where an environment or a harness rewards, a rule grades beside it only if the recipe names one."""
         agent = values.get("agent") if isinstance(values, dict) else None
-        if not isinstance(agent, dict) or all(agent.get(key) is None for key in ("environment", "command", "function")):
+        players = ("environment", "environments", "command", "function")
+        if not isinstance(agent, dict) or not any(agent.get(key) for key in players):
             return values
         reward = values.get("reward", {})
         if not isinstance(reward, dict) or "fn" in reward:

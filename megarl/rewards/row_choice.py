@@ -15,7 +15,7 @@ Only = Mapping[str, Sequence[str | int | float | bool]]  # values of a field, by
 
 def grades_row(only: Only, fields: Mapping[str, Any]) -> bool:
     """Whether all of these fields of a row have one of the values."""
-    return all(_among(_found(fields, name), values) for name, values in only.items())
+    return all(_among(field_of(fields, name), values) for name, values in only.items())
 
 
 def check_choice(reward: Reward, prompts: Sequence[Prompt], *, alone: Sequence[Prompt], part: bool = False) -> None:
@@ -49,7 +49,8 @@ def first_ungraded(reward: Reward, name: str, prompts: Sequence[Prompt]) -> Prom
     return next((prompt for prompt in prompts if not grades_row(only, prompt.metadata)), None)
 
 
-def _found(fields: Mapping[str, Any], name: str) -> Any:
+def field_of(fields: Mapping[str, Any], name: str) -> Any:
+    """The value of a row's field, dots into objects; None where there is none."""
     if name in fields:
         return fields[name]
     value: Any = fields
@@ -67,7 +68,7 @@ def _nearest(only: Only, prompts: Sequence[Prompt]) -> str:
     """What rows say in the fields that are asked for."""
     said = []
     for name, values in only.items():
-        there = sorted({repr(_found(prompt.metadata, name)) for prompt in prompts})
+        there = sorted({repr(field_of(prompt.metadata, name)) for prompt in prompts})
         wanted = list(map(repr, values))
         near = [close for each in wanted for close in get_close_matches(each, there, n=1) if close not in wanted]
         hint = f" (did you mean {near[0]}?)" if near else ""
@@ -78,4 +79,4 @@ def _nearest(only: Only, prompts: Sequence[Prompt]) -> str:
 
 def _fields(chosen: Mapping[str, Only], prompt: Prompt) -> str:
     names = sorted({name for only in chosen.values() for name in only})
-    return ", ".join(f"{name!r} is {_found(prompt.metadata, name)!r}" for name in names)
+    return ", ".join(f"{name!r} is {field_of(prompt.metadata, name)!r}" for name in names)

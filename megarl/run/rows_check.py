@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from megarl.agents.row_kinds import check_kinds
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, TokenArray
 from megarl.data.answers import accepted
@@ -98,8 +99,11 @@ def check_graded(
 ) -> None:
     """Raises UserError for graders without rows and rows without graders, and where eval.grader does not grade all held-out ones.
 
-    prompts: to train on; an evaluation has none. sets: which of them data.mix gives a share; without any, all are trained on.
+    Of environments by the row the same. prompts: to train on; an evaluation has none. sets: which of them data.mix gives a share;
+    without any, all are trained on.
     """
+    if recipe.agent is not None:
+        check_kinds(recipe.agent, [*prompts, *held_out], part=not prompts)
     check_compared(recipe, (*prompts, *held_out))
     trained = [prompts[at] for rows in sets.values() for at in rows] if sets else prompts
     if recipe.reward_model is not None and recipe.reward_model.weight != 0:
@@ -125,7 +129,7 @@ def _beside_tools(recipe: Recipe, path: Path, prompts: PromptSet, tool_tokens: i
     """A line for prompts that are too long with what the model is told of its tools, where episodes begin with the row's."""
     most = recipe.data.max_prompt_tokens
     long = [each for each in prompts.prompts if len(each.token_ids) + tool_tokens > most]
-    if not tool_tokens or not long or (recipe.agent is not None and recipe.agent.environment is not None):
+    if not tool_tokens or not long or (recipe.agent is not None and recipe.agent.has_environment):
         return ()
     return (
         f"{len(long)} rows are over data.max_prompt_tokens {most} with what the model is told of its tools, {tool_tokens} "

@@ -155,6 +155,10 @@ TRAIN: dict[str, Sequence[str]] = {
         "agent",
         {
             "environment": ["guess_number"],
+            "environments": [
+                f"{{a: {{environment: '{OWN}:Talk', settings: {{turns: 2}}}}, b: {{environment: '{OWN}:Talk'}}}}"
+            ],
+            "environment_key": ["kind"],
             "command": ["[python3, -c, pass]"],
             "function": [f"{OWN}:shout"],
             "served_as": ["another"],
@@ -351,6 +355,10 @@ _GRADERS = (
 )
 _AGENT = (f"agent.environment={OWN}:Talk", "rollout.max_response_tokens=100", "data.max_prompt_tokens=340")
 _TOOLS = (f"agent.tools=['{OWN}:look']", "agent.tool_parser=qwen25", "agent.turn_tokens=20")
+_BY_ROW = (
+    f"agent.environments={{a: {{environment: '{OWN}:Talk'}}, b: {{environment: '{OWN}:Talk', settings: {{turns: 1}}}}}}",
+    "agent.environment_key=data_source",
+)
 _ROOM = ("rollout.max_response_tokens=62", "data.max_prompt_tokens=450")  # for another tool
 _HARNESS = (f"agent.function={OWN}:converse", "rollout.max_response_tokens=100", "data.max_prompt_tokens=340")
 _ASYNCHRONOUS = ("rollout.max_staleness=1",)
@@ -405,6 +413,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "adapters": ["actor.lora={}", _KL],
         "agent": _AGENT,
         "agent with tools": [*_AGENT, *_TOOLS],
+        "environments by the row": [*_BY_ROW, *_AGENT[1:]],
         "agent by tokens": [*_AGENT, "algorithm.advantage=reinforce_pp"],
         "harness": _HARNESS,
         "tools alone": ["rollout.max_response_tokens=100", "data.max_prompt_tokens=340", *_TOOLS],
@@ -500,6 +509,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     **dict.fromkeys(("agent.function", "agent.served_as", "agent.listen"), ("plain", "harness")),
     **dict.fromkeys(("agent.command", "agent.processes", "agent.workers"), ("plain",)),
     "agent.mcp": ("plain", "tools and room"),
+    **dict.fromkeys(("agent.environments", "agent.environment_key"), ("plain", "environments by the row")),
     "agent.environment_tools": ("plain", "tools alone", "agent with tools and room"),
     "agent.credit": ("plain", "agent", "agent by tokens"),
     "cluster.platform": ("plain", "bfloat16"),

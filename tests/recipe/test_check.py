@@ -153,6 +153,10 @@ UNREAD = [
         ["agent.environment=shop:Shop", "agent.max_calls=1"],
         ["agent.environment_tools=[look]", "agent.tool_parser=qwen25"],
     ),
+    (
+        ["agent.environment=maze", "agent.environment_key=source"],
+        ["agent.environment=null", "agent.environments={a: {environment: maze}}"],
+    ),
     (["agent.environment=maze", "agent.credit=turn"], ["algorithm.advantage=reinforce_pp"]),
     (["agent.environment=maze", "agent.credit=turn"], ["algorithm.advantage=grpo_turns"]),
     (["algorithm.old_logprobs=rollout", "algorithm.max_logprob_diff=0.1"], ["algorithm.old_logprobs=trainer"]),
@@ -374,6 +378,18 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["agent.max_turns=3"], "nobody would answer the policy"),
         (["agent.tools=[kit:tool]"], "nobody could read the model's calls"),
         (["agent.environment=shop:Shop", "agent.environment_tools=[look]"], "nobody could read the model's calls"),
+        (
+            ["agent.environments={a: {environment: maze, environment_tools: [look]}}", "agent.environment_key=source"],
+            "nobody could read the model's calls",
+        ),
+        (
+            ["agent.environments={a: {environment: maze}, b: {environment: code}}"],
+            "nothing says which row is for which of a, b",
+        ),
+        (
+            ["agent.environments={a: {environment: maze}}", "agent.environment_key=s", "agent.environment=maze"],
+            "agent.environment and agent.environments are set",
+        ),
         (["agent.command=[play]", "agent.rewritten=split"], "split is for environments and tools"),
         (["agent.environment=maze", "agent.turn_tokens=65"], "does not fit into rollout.max_response_tokens 64"),
         (
@@ -592,6 +608,8 @@ def test_where_an_environment_rewards_a_rule_grades_only_if_it_is_named(recipe_f
     loaded = load_recipe(recipe_file, [maze])
     assert Recipe.model_validate(loaded.resolved).reward == loaded.recipe.reward
     assert load_recipe(recipe_file).recipe.agent is None
+    several = ["agent.environments={a: {environment: maze}}", "agent.environment_key=kind"]
+    assert load_recipe(recipe_file, several).recipe.reward.by_name() == {}
 
 
 @pytest.mark.parametrize("name", ["environment", "x"])

@@ -1,0 +1,46 @@
+"""Which of several environments a row is for; and that every row, and every environment, has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.core.types import Prompt
+from megarl.recipe.agent import Agent
+from megarl.rewards.row_choice import field_of
+
+MOST_SHOWN = 5  # values of rows in a message
+
+
+def kind_of(key: str, row: Prompt) -> Any:
+    """What the row has in that field, dots into objects; None where it has none."""
+    return field_of(row.metadata, key)
+
+
+def check_kinds(agent: Agent, rows: Sequence[Prompt], *, part: bool = False) -> None:
+    """Raises UserError for a row that names no environment, and an environment that no row names.
+
+    part: these are not all rows of the run, and an environment may be for others.
+    """
+    key, names = agent.environment_key, list(agent.environments)
+    if key is None:
+        return
+    found = [(row, kind_of(key, row)) for row in rows]
+    for row, kind in found:
+        if not isinstance(kind, str) or kind not in agent.environments:
+            near = get_close_matches(kind, names, n=1) if isinstance(kind, str) else []
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UserError(
+                f"{row.id}: no environment is for this row: {key!r}, which agent.environment_key names, is {kind!r}, and in "
+                f"agent.environments are {', '.join(names)}.{hint} Name one in the row, add it there, or leave the row out."
+            )
+    there = sorted({kind for _, kind in found})
+    for name in () if part else names:
+        if name not in there:
+            shown = ", ".join(there[:MOST_SHOWN]) + (" and others" if len(there) > MOST_SHOWN else "")
+            raise UserError(
+                f"`agent.environments.{name}`: no row is for it: in {key!r}, which agent.environment_key names, they have "
+                f"{shown}. Correct the name, or remove it."
+            )

@@ -1,0 +1,155 @@
+"""Several environments in one run: whose episodes a row's are, what each tells the model, and what is refused of rows."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.agents.by_row import EpisodesByRow
+from megarl.agents.check import check_agent
+from megarl.agents.player import open_player
+from megarl.agents.row_kinds import check_kinds
+from megarl.core.errors import UserError
+from megarl.core.types import Prompt, Sample
+from megarl.recipe.agent import Agent
+from megarl.recipe.schema import Recipe
+from megarl.rollout.asking import Asker
+from megarl.rollout.attempt import Attempt
+from megarl.rollout.gate import Gate
+from megarl.run.rows_check import check_graded
+from megarl.serving.client import ServerClient
+from megarl.serving.sampling import Sampling
+from tests.agents.endpoint.harnesses import TOKENIZER, ids_of, writing
+from tests.agents.playing import LONG_S, make_row
+from tests.agents.test_environment_tools import COUNTERS, KIT, Reader
+from tests.rollout.test_collector import make_recipe
+from tests.support.fake_sglang import FakeSglang
+from tests.support.processes import ended
+
+SHOP = Path(__file__).parent / "mcp_shop.py"
+KINDS: dict[str, Any] = {
+    "count": {"environment": f"{COUNTERS}:Counter", "settings": {"target": 3}, "environment_tools": ["add"]},
+    "answer": {"environment": f"{COUNTERS}:Answering"},
+}
+
+
+def by_row(folder: Path, **keys: Any) -> Recipe:
+    given = {"environments": KINDS, "environment_key": "extra.kind", "tool_parser": "qwen25", "rewritten": "keep"}
+    room = {"train": folder / "train.jsonl", "max_prompt_tokens": 1000}
+    return make_recipe(folder, agent=given | keys, data=room, reward={"fn": None})
+
+
+def rows(*kinds: Any) -> list[Prompt]:
+    return [make_row("Go.", extra={"kind": kind}) for kind in kinds]
+
+
+def played(player: EpisodesByRow, prompts: list[Prompt]) -> list[Sample]:
+    """One episode of each row. The policy adds one as long as it is told of that tool, and says b else."""
+    add, end = ids_of("add(by=1)"), ids_of("b")
+    fake = writing("b")
+    fake._writes = lambda context, most: add if '"name": "add"' in TOKENIZER.decode(context) else end
+
+    async def go() -> list[Sample]:
+        async with fake, ServerClient(fake.endpoint, attempts=3, backoff_s=0.001) as client:
+            asker = Asker(client, Gate(4, 1), TOKENIZER.decode, deadline_s=LONG_S)
+            attempts = [Attempt(each, Sampling(10_000), 1, "train", 3, at) for at, each in enumerate(prompts)]
+            try:
+                return [*await asyncio.gather(*(player.play(each, asker) for each in attempts))]
+            finally:
+                await player.close()
+
+    return asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def opened(recipe: Recipe) -> EpisodesByRow:
+    router = FakeSglang.__new__(FakeSglang)  # not asked
+    player = open_player(recipe, router, "127.0.0.1", TOKENIZER)  # type: ignore[arg-type]
+    assert isinstance(player, EpisodesByRow)
+    for episodes in player._players.values():
+        if episodes._settings.tools is not None:
+            episodes._settings.tools._parser = Reader()
+    return player
+
+
+@pytest.mark.parametrize("workers", [None, 1])
+def test_each_row_is_played_with_its_environment_and_told_of_its_tools_alone(
+    tmp_path: Path, workers: int | None
+) -> None:
+    player = opened(by_row(tmp_path, workers=workers, max_turns=4))
+    counted, answered = played(player, rows("count", "answer"))
+    assert counted.metadata["turn_rewards"] == [-0.25, -0.25, 1.0], "the third call reaches the target"
+    # `step` answers with 0.5 for each of its first three turns, and then with the end, worth 40.
+    assert answered.metadata["turn_rewards"] == [0.5, 0.5, 0.5, 40.0] and "tool_calls" not in answered.numbers
+
+
+def test_functions_and_servers_of_tools_are_for_all_and_there_is_one_of_each(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    keys = {"tools": [f"{KIT}:multiply"], "mcp": [f"{sys.executable} {SHOP} {pids}"]}
+    player = opened(by_row(tmp_path, **keys))
+    names = {
+        name: [schema["function"]["name"] for schema in episodes._settings.tools.schemas]  # type: ignore[union-attr]
+        for name, episodes in player._players.items()
+    }
+    shop = ["price_of", "close_down", "wait", "leaflet"]
+    assert names == {"count": ["multiply", *shop, "add"], "answer": ["multiply", *shop]}
+    asyncio.run(player.close())
+    [pid] = [int(line) for line in pids.read_text().split()]
+    assert ended([pid])
+
+
+def test_every_environment_is_checked_and_the_message_says_of_which_it_speaks(tmp_path: Path) -> None:
+    assert check_agent(by_row(tmp_path), TOKENIZER) > 0, "tokens that tell of the tools of one of them"
+    for wrong, says in (
+        ({"environment": "maze", "settings": {"sise": 3}}, "no such setting of maze. Did you mean size?"),
+        ({"environment": f"{COUNTERS}:Counter"}, "Counter has no method 'step'"),
+        ({"environment": "maze", "environment_tools": ["look"]}, "'look': Maze has no such method"),
+        ({"environment": f"{COUNTERS}:Nobody"}, "Nobody"),
+    ):
+        with pytest.raises(UserError) as caught:
+            check_agent(by_row(tmp_path, environments={**KINDS, "odd": wrong}), TOKENIZER)
+        assert str(caught.value).startswith("In agent.environments.odd: ") and says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (
+            "counts",
+            "is 'counts', and in agent.environments are count, answer. Did you mean 'count'? Name one in the row",
+        ),
+        (None, "'extra.kind', which agent.environment_key names, is None"),
+        (1, "is 1, and in agent.environments are"),
+        (["count"], "is ['count'], and"),
+    ],
+)
+def test_a_row_that_names_no_environment_is_refused(tmp_path: Path, kind: Any, says: str) -> None:
+    recipe = by_row(tmp_path)
+    good, bad = rows("count", "answer"), rows("count", kind)
+    check_graded(recipe, good, [])
+    for train, held_out in ((bad + good, []), (good, bad), ([], bad)):
+        with pytest.raises(UserError) as caught:
+            check_graded(recipe, train, held_out)
+        assert str(caught.value).startswith("rows.jsonl:1: no environment is for this row: ") and says in str(
+            caught.value
+        )
+    [row] = [make_row("Go.")]
+    with pytest.raises(UserError, match="names, is None"):
+        check_graded(recipe, [row], [])
+
+
+def test_an_environment_that_no_row_names_is_refused_where_all_rows_are_there(tmp_path: Path) -> None:
+    recipe = by_row(tmp_path)
+    with pytest.raises(
+        UserError, match=r"`agent.environments.answer`: no row is for it: in 'extra.kind', .* have count\. "
+    ):
+        check_graded(recipe, rows("count"), [])
+    check_graded(recipe, rows("count"), rows("answer"))
+    check_graded(recipe, [], rows("count"))  # an evaluation
+
+
+def test_one_environment_asks_nothing_of_rows() -> None:
+    check_kinds(Agent(environment="maze"), [make_row("Go.")])
