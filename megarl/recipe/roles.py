@@ -63,6 +63,7 @@ class Optimizer(Section):
     min_lr: Annotated[float, Field(ge=0)] = Field(
         0.0, description="learning rate at the end of a linear or cosine schedule"
     )
+    freeze_router: bool = Field(False, description="routers of a mixture of experts stay as they are")
 
     def warmup_of(self, total_steps: int) -> int:
         """Steps of warm-up among so many."""

@@ -65,7 +65,18 @@ def check_lora(recipe: AnyRecipe, model: ModelConfig) -> None:
 def check_experts(recipe: AnyRecipe, model: ModelConfig, platform: Platform) -> None:
     """Keys that speak of experts need a model that has some, and servers that say which they chose. Raises UserError."""
     replay = isinstance(recipe, Recipe) and recipe.actor.routing_replay
-    asked = {"actor.aux_loss_coef": recipe.actor.aux_loss_coef > 0, "actor.routing_replay": replay}
+    asked = {
+        "actor.aux_loss_coef": recipe.actor.aux_loss_coef > 0,
+        "actor.routing_replay": replay,
+        "actor.optimizer.freeze_router": recipe.actor.optimizer.freeze_router,
+    }
+    critic = recipe.critic if isinstance(recipe, Recipe) else None
+    if critic is not None and critic.optimizer.freeze_router:
+        folder = critic.path or recipe.model.path
+        if load_model_config(folder).moe is None:
+            raise UserError(
+                f"critic.optimizer.freeze_router is for a mixture of experts, and {folder} has none. Remove the key."
+            )
     if model.moe is None and any(asked.values()):
         names = " and ".join(name for name, given in asked.items() if given)
         raise UserError(f"{names} is for a mixture of experts, and {recipe.model.path} has none. Remove the key.")

@@ -40,6 +40,8 @@ def check_resumed(recipe: AnyRecipe, committed: Committed, rows: int, digests: D
             optimizer = section.optimizer
             others = manifest.other_state(optimizer.name, optimizer.momentum, recipe.model.dtype)
             pairs |= {key if key == "model.dtype" else f"{name}.{key}": both for key, both in others.items()}
+            froze = manifest.optimizer.get("freeze_router", False)  # then it has no state of them
+            pairs[f"{name}.optimizer.freeze_router"] = froze, optimizer.freeze_router
         if name == "actor":
             lora = None if section.lora is None else section.lora.model_dump(mode="json")
             pairs["actor.lora"] = _in_order(manifest.lora), _in_order(lora)

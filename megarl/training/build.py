@@ -23,7 +23,7 @@ from megarl.models.lora import add_adapters
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.replay import Replays
 from megarl.training.grad_share import GradShares
-from megarl.training.optimizer import Stepper, is_distributed, mark_copies, mark_experts
+from megarl.training.optimizer import Stepper, freeze_routers, is_distributed, mark_copies, mark_experts
 from megarl.training.parallel import Groups
 from megarl.training.schedule import AuxiliaryScale, finalize_without_scaling
 from megarl.training.spec import RoleSpec
@@ -70,6 +70,8 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
         add_adapters(chunks, settings, groups.collection, seed)
     recomputed = (spec.recompute_num_layers or config.num_layers) if spec.recompute == "full" else 0
     replays = Replays(chunks, recomputed=recomputed) if spec.routing_replay else None
+    if spec.optimizer is not None and spec.optimizer.freeze_router:
+        freeze_routers(chunks)
     with exact_buffers(chunks):
         wrapped: list[Any] = [Float16Module(c.config, c) if dtype == torch.bfloat16 and not wide else c for c in chunks]
     if spec.optimizer is None:

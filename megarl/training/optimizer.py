@@ -54,6 +54,14 @@ def mark_experts(chunk: torch.nn.Module) -> None:
             setattr(parameter, "allreduce", False)  # noqa: B010
 
 
+def freeze_routers(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let no optimizer have the routers' weights. What comes before them learns through them as ever."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".mlp.router." in name:
+                parameter.requires_grad_(False)
+
+
 def mark_copies(chunk: torch.nn.Module) -> None:
     """Let weights that every tensor-parallel rank holds whole count once in the gradient's norm.
 

@@ -40,6 +40,7 @@ _OPTIMIZER = {
     "warmup_steps": ["2"],
     "warmup_share": ["0.4"],
     "min_lr": ["1.0e-3"],
+    "freeze_router": ["true"],
 }
 _TRAINED = {
     "recompute": ["selective", "full"],
@@ -504,6 +505,8 @@ SWEEPS: dict[str, Sequence[str]] = {
     "reward_model.offload": ("scored", _SEARCHED["reward_model"]),
     "teacher.offload": ("distilled", _SEARCHED["teacher"]),
     "actor.optimizer": ("plain", "actor by sgd", "actor falling"),
+    "actor.optimizer.freeze_router": ("plain", "adapters", "experts"),
+    "critic.optimizer.freeze_router": ("plain", "critic by adam", "critic of experts"),
     "critic.optimizer": ("plain", "critic by adam", "critic by sgd", "critic falling"),
     "agent": ("plain", "agent", "agent with tools", "tools alone"),
     **dict.fromkeys(("agent.function", "agent.served_as", "agent.listen"), ("plain", "harness")),

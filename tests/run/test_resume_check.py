@@ -193,6 +193,12 @@ def test_a_state_that_the_optimizer_has_not_got_is_named(overrides: tuple[str, .
     assert [line.strip() for line in message.splitlines() if line.startswith("  ")] == [said]
 
 
+def test_routers_that_were_frozen_have_no_state_to_learn_from(world: Path) -> None:
+    experts, frozen = f"model.path={world / 'moe'}", "actor.optimizer.freeze_router=true"
+    driver.run(SftRecipe, world / "sft.yaml", ("run.name=frozen", experts, frozen, *TWO_STEPS), world)
+    assert "actor.optimizer.freeze_router was True and is False" in refused(world, SftRecipe, "frozen", experts)
+
+
 def test_another_model_at_the_critics_place_is_named(world: Path) -> None:
     """Its weights are the checkpoint's, and would be put through another model's layers."""
     config = json.loads((world / "scored" / "config.json").read_text())

@@ -173,6 +173,16 @@ def test_the_balance_of_experts_enters_the_gradient_as_a_mean_over_tokens(rank, 
     assert norms[1.0, 4] == pytest.approx(norms[1.0, 1], rel=0.5)
 
 
+def test_frozen_routers_stay_as_they_are_and_the_rest_learns(rank, spec, experts):
+    optimizer = spec.optimizer.model_copy(update={"freeze_router": True, "weight_decay": 0.1})
+    rank.build("actor", dataclasses.replace(spec, folder=experts, optimizer=optimizer))
+    before = weights(rank, "actor")
+    one_update(rank)
+    after = weights(rank, "actor")
+    same = [name for name in before if torch.equal(before[name], after[name])]
+    assert same == [name for name in before if name.endswith("mlp.gate.weight")] != []
+
+
 def test_a_reference_is_refreshed_from_the_actor_bit_for_bit(rank, spec, folder):
     rank.build("actor", dataclasses.replace(spec, offload=("params",)))
     rank.build("reference", RoleSpec(folder, "float32", spec.temperature))
