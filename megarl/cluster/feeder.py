@@ -16,7 +16,7 @@ from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.types import BatchInfo, Block, ShardPlan
 from megarl.data.pack import pack_pairs, pack_sft
 from megarl.data.row_set import RowSource
-from megarl.data.supervised import demonstrations_of, load_supervised
+from megarl.data.supervised import demonstrations_of, load_supervised, rows_by_set
 from megarl.models.flops import train_flops
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.supervised import PairData, RmRecipe, SupervisedRecipe
@@ -31,7 +31,8 @@ class FeederActor:
         self._model = load_model_config(recipe.model.path)
         self._num_shards = num_shards
         rows: Any = load_supervised(recipe.data.train, recipe.model.path, recipe.data)
-        self._source: RowSource[Any] = RowSource(rows, recipe.run.seed, shuffle=recipe.data.shuffle)
+        sets, data = rows_by_set(rows, recipe.data), recipe.data
+        self._source: RowSource[Any] = RowSource(rows, recipe.run.seed, shuffle=data.shuffle, sets=sets, mix=data.mix)
 
     def facts(self) -> ProcessFacts:
         """Where this process runs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 import numpy as np
@@ -13,37 +13,43 @@ from megarl.core.types import IntArray, Prompt
 from megarl.data.cursor import Cursor
 from megarl.data.digests import NO_DIGESTS, Digests
 from megarl.recipe.schema import Data
+from megarl.recipe.supervised import RowData
 
 RowsBySet = Mapping[str, IntArray]  # indices of the rows of each set, in their order
 
 
 def rows_by_set(prompts: Sequence[Prompt], data: Data) -> dict[str, IntArray]:
+    """As `named_rows`, of prompts."""
+    return named_rows(((prompt.id, prompt.metadata.get(data.mix_key)) for prompt in prompts), data)
+
+
+def named_rows(rows: Iterable[tuple[str, object]], data: Data | RowData) -> dict[str, IntArray]:
     """The rows of each set that data.mix gives a share above 0, by name; nothing where there is no mix.
 
-    Raises UserError for a row that names no set of the mix, and for a set of the mix that has no rows.
+    rows: the id of each, and what its field data.mix_key has. Raises UserError for a row that names no set of the mix, and for a
+    set of the mix that has no rows.
     """
     if not data.mix:
         return {}
     found: dict[str, list[int]] = {name: [] for name in data.mix}
-    for index, prompt in enumerate(prompts):
-        name = prompt.metadata.get(data.mix_key)
+    for index, (row, name) in enumerate(rows):
         if not isinstance(name, str) or name not in found:
             near = get_close_matches(str(name), found, n=1)
             hint = f" Did you mean {near[0]!r} there?" if near else ""
             raise UserError(
-                f"{prompt.id}: its field {data.mix_key!r}, which data.mix_key names, is {name!r}, and data.mix has the sets "
+                f"{row}: its field {data.mix_key!r}, which data.mix_key names, is {name!r}, and data.mix has the sets "
                 f"{', '.join(map(repr, found))}.{hint} Give the set a share in data.mix (0 leaves its rows out)."
             )
         found[name].append(index)
-    if empty := [name for name, rows in found.items() if not rows and data.mix[name] > 0]:
+    if empty := [name for name, places in found.items() if not places and data.mix[name] > 0]:
         raise UserError(
             f"data.mix: no row to train on is of the set {', '.join(map(repr, empty))} (field {data.mix_key!r}). Correct the "
             "name, or remove it."
         )
-    return {name: np.array(rows, np.int64) for name, rows in found.items() if data.mix[name] > 0}
+    return {name: np.array(places, np.int64) for name, places in found.items() if data.mix[name] > 0}
 
 
-def shares_of(data: Data) -> dict[str, float] | None:
+def shares_of(data: Data | RowData) -> dict[str, float] | None:
     """The sets that are trained on, with their shares; None without a mix."""
     return {name: share for name, share in data.mix.items() if share > 0} or None
 

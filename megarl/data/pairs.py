@@ -104,6 +104,7 @@ def load_pairs(path: Path, model_folder: Path, data: PairData) -> RowSet[Pair]:
         _longest,
         data.max_tokens,
         lambda preference: {**preference.texts, TEMPLATE: options},
+        lambda preference: preference.chosen.row.fields.get(data.mix_key),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from megarl.core.errors import UserError
 from megarl.data.cursor import Cursor
 from megarl.data.digests import NO_DIGESTS, Digester, Digests
+from megarl.data.mix import MixedCursor, RowsBySet
 from megarl.data.rows import Row, read_rows
 
 P = TypeVar("P")
@@ -27,6 +28,7 @@ class RowSet(Generic[T]):
     rows: tuple[T, ...]
     num_dropped: int  # over the length limit
     digests: Digests = field(default_factory=dict)  # of what they say
+    set_names: tuple[object, ...] = ()  # what each says of its set, for data.mix
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -44,15 +46,17 @@ def load_rows(
     num_tokens: Callable[[T], int],
     max_tokens: int,
     texts: Callable[[P], Mapping[str, Any]],
+    set_of: Callable[[P], object],
     parts: Callable[[P], Sequence[P]] = lambda parsed: (parsed,),
 ) -> RowSet[T]:
     """Read and tokenise a whole file; rows of more than max_tokens are counted and dropped.
 
     parts: the rows that one of the file's stands for. texts: what a row says, by name, for digests; not as the chat template has
-    it, which may write the day's date.
+    it, which may write the day's date. set_of: what a row says of its set.
     Raises UserError: a row that `parse` refuses, or nothing left.
     """
     kept: list[T] = []
+    set_names: list[object] = []
     digester = Digester()
     num_rows = 0
     rows = read_rows(path)
@@ -61,8 +65,10 @@ def load_rows(
         for parsed, row in zip(batch, tokenise(batch), strict=True):
             if num_tokens(row) <= max_tokens:
                 kept.append(row)
+                set_names.append(set_of(parsed))
                 digester.add(texts(parsed))
-    return kept_rows(path, kept, num_rows - len(kept), max_tokens, digester.digests())
+    found = kept_rows(path, kept, num_rows - len(kept), max_tokens, digester.digests())
+    return replace(found, set_names=tuple(set_names))
 
 
 def kept_rows(
@@ -77,9 +83,22 @@ def kept_rows(
 class RowSource(Generic[T]):
     """Hands out rows, epoch after epoch; its place can be saved."""
 
-    def __init__(self, rows: RowSet[T], seed: int, *, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        rows: RowSet[T],
+        seed: int,
+        *,
+        shuffle: bool = True,
+        sets: RowsBySet | None = None,
+        mix: Mapping[str, float] | None = None,
+    ) -> None:
+        """sets, mix: of which set each row is, and the share of each, where there are shares (mix.py)."""
         self._rows = rows.rows
-        self._cursor = Cursor(len(rows), seed, shuffle=shuffle, what="training rows", digests=rows.digests)
+        what, digests = "training rows", rows.digests
+        if sets:
+            self._cursor: Cursor = MixedCursor(sets, mix or {}, seed, shuffle=shuffle, what=what, digests=digests)
+        else:
+            self._cursor = Cursor(len(rows), seed, shuffle=shuffle, what=what, digests=digests)
 
     @property
     def epoch(self) -> float:

@@ -185,6 +185,7 @@ def load_demonstrations(path: Path, model_folder: Path, data: SftData) -> RowSet
         lambda item: len(item.token_ids),
         data.max_tokens,
         lambda exchange: {**exchange.texts, TEMPLATE: options},
+        lambda exchange: exchange.row.fields.get(data.mix_key),
         lambda exchange: apart(exchange, tokenizer),
     )
 

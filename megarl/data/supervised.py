@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from megarl.core.types import IntArray
+from megarl.data.mix import named_rows
 from megarl.data.pairs import Pair, check_pairs, load_pairs
 from megarl.data.row_set import RowSet
 from megarl.data.sft import Demonstration, check_demonstrations, load_demonstrations
@@ -22,6 +25,13 @@ def load_supervised(path: Path, model_folder: Path, data: SftData | PairData) ->
     if isinstance(data, PairData):
         return load_pairs(path, model_folder, data)
     return load_demonstrations(path, model_folder, data)
+
+
+def rows_by_set(rows: Rows, data: SftData | PairData) -> dict[str, IntArray]:
+    """The rows of each set with a share, as `mix.named_rows` has them. Raises UserError."""
+    each: Sequence[Demonstration | Pair] = rows.rows
+    named = ((demonstrations_of(row)[0].id, name) for row, name in zip(each, rows.set_names, strict=True))
+    return named_rows(named, data)
 
 
 def demonstrations_of(row: Demonstration | Pair) -> tuple[Demonstration, ...]:

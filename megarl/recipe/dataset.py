@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -11,6 +11,15 @@ from megarl.recipe.section import Section, UserPath
 
 # What a path that ends so names is a file, whether it is there or not.
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".pq", ".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst")
+
+
+Mix = Annotated[
+    dict[str, Annotated[float, Field(ge=0)]],
+    Field(
+        description="shares of sets of rows in training, in any unit: {math: 3, code: 1}; default: every row once an epoch"
+    ),
+]
+MixKey = Annotated[str, Field(description="field of a row that names its set for mix")]
 
 
 class DataSet(Section):

@@ -116,7 +116,6 @@ UNREAD_RULES: tuple[Unread, ...] = (
         ("data.mix_key",),
         lambda r, _: bool(r.data.mix),
         "it names the sets that data.mix gives shares to: set that, such as data.mix={math: 3, code: 1}",
-        (Recipe,),
     ),
     Unread(
         ("reward.workers", "reward.timeout_s"),
@@ -274,6 +273,5 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "data.mix",
         lambda r, _: bool(r.data.mix) and not any(r.data.mix.values()),
         lambda _: "all of its shares are 0, so that no row would be trained on. Give a set more",
-        (Recipe,),
     ),
 )

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from megarl.recipe.agent import Agent
 from megarl.recipe.algorithm import Algorithm
-from megarl.recipe.dataset import DataSet
+from megarl.recipe.dataset import DataSet, Mix, MixKey
 from megarl.recipe.held_out import Eval
 from megarl.recipe.keep import KeepBest
 from megarl.recipe.placement import Placement
@@ -58,11 +58,8 @@ class Data(DataSet):
         "drop", description="what happens to a prompt over the limit; drops are counted"
     )
     shuffle: bool = Field(True, description="a new order every epoch, from run.seed")
-    mix: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        {},
-        description="shares of sets of rows in training, in any unit: {math: 3, code: 1}; default: every row once an epoch",
-    )
-    mix_key: str = Field("data_source", description="field of a row that names its set for mix")
+    mix: Mix = Field({})
+    mix_key: MixKey = "data_source"
 
 
 InFlight = Literal["finish", "in_place", "abort"]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.recipe.dataset import DataSet
+from megarl.recipe.dataset import DataSet, Mix, MixKey
 from megarl.recipe.keep import KeepBest
 from megarl.recipe.roles import Lora, Optimizer, Parallel, Part, Reference
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
@@ -21,6 +21,8 @@ class RowData(DataSet):
         2048, description="longest sequence, prompt and response; rows with a longer one are counted and dropped"
     )
     shuffle: bool = Field(True, description="a new order every epoch, from run.seed")
+    mix: Mix = Field({})
+    mix_key: MixKey = "data_source"
 
 
 class SftData(RowData):

@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import TypeVar
 
 from megarl.core.errors import UserError
+from megarl.data import supervised
 from megarl.data.chat import load_tokenizer
 from megarl.data.mix import rows_by_set
 from megarl.data.prompts import load_prompts
@@ -66,7 +67,8 @@ def steps_of(epochs: float, rows: int, a_step: int) -> int:
 def _usable_rows(recipe: AnyRecipe) -> int:
     """Rows of an epoch: within the length limit, and, where the recipe mixes sets, of a set with a share."""
     if not isinstance(recipe, Recipe):
-        return len(load_supervised(recipe.data.train, recipe.model.path, recipe.data))
+        rows = load_supervised(recipe.data.train, recipe.model.path, recipe.data)
+        return sum(map(len, supervised.rows_by_set(rows, recipe.data).values())) or len(rows)
     tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
     prompts = load_prompts(recipe.data.train, tokenizer, recipe.data, answered=recipe.agent is None)
     return sum(map(len, rows_by_set(prompts.prompts, recipe.data).values())) or len(prompts)

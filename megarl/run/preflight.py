@@ -22,6 +22,7 @@ from megarl.agents.check import check_agent
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform
 from megarl.core.types import Prompt
+from megarl.data import supervised
 from megarl.data.chat import load_tokenizer
 from megarl.data.mix import rows_by_set
 from megarl.data.prompts import check_rows, digests_of
@@ -204,10 +205,11 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     for file, loaded in zip(files, (rows, *held_out), strict=True):
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
-    notes = (*_rows_again(recipe, len(rows)), *(() if isinstance(recipe, RmRecipe) else end_notes(recipe, model)))
-    committed = _read_whole(recipe, committed, len(rows), rows.digests)
+    trained = sum(map(len, supervised.rows_by_set(rows, recipe.data).values())) or len(rows)
+    notes = (*_rows_again(recipe, trained), *(() if isinstance(recipe, RmRecipe) else end_notes(recipe, model)))
+    committed = _read_whole(recipe, committed, trained, rows.digests)
     return Preflight(
-        plan, platform, model, len(rows), rows.num_dropped, sum(map(len, held_out)), notes, committed=committed
+        plan, platform, model, trained, rows.num_dropped, sum(map(len, held_out)), notes, committed=committed
     )
 
 

@@ -23,12 +23,11 @@ def check_resumed(recipe: AnyRecipe, committed: Committed, rows: int, digests: D
     checkpoint's would be left out, and with another alpha they would be another model. Their order is not.
     """
     saved: dict[str, Any] = committed.state.get("data", {})
-    mix = shares_of(recipe.data) if isinstance(recipe, Recipe) else None
     known: dict[str, tuple[str, Any]] = {
         "rows of data.train": ("num_rows", rows),
         "run.seed": ("seed", recipe.run.seed),
         "data.shuffle": ("shuffle", recipe.data.shuffle),
-        "data.mix": ("mix", mix),
+        "data.mix": ("mix", shares_of(recipe.data)),
     }
     pairs = {name: (saved.get(key, now), now) for name, (key, now) in known.items()}
     roles: dict[str, Any] = {"actor": recipe.actor}

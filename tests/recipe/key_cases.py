@@ -313,7 +313,12 @@ TRAIN: dict[str, Sequence[str]] = {
         },
     ),
 }
-_ROWS = {**COMMON, **_under("data", {"max_tokens": ["24"], "prompt_key": ["question"]}), "train.batch_samples": ["2"]}
+_MIX = {"mix": ["{a: 1, b: 3}"], "mix_key": ["kind"]}
+_ROWS = {
+    **COMMON,
+    **_under("data", {"max_tokens": ["24"], "prompt_key": ["question"], **_MIX}),
+    "train.batch_samples": ["2"],
+}
 SFT: dict[str, Sequence[str]] = {
     **_ROWS,
     **_under("data", {"train": [f"{ROOT}/demonstrations2.jsonl"], "eval": [f"{ROOT}/demonstrations2.jsonl"]}),
@@ -472,6 +477,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
             "adapters": ["actor.lora={}", *([f"model.path={ROOT}/scored"] if command == "rm" else [])],
             "saves": ["train.save_every=1"],
             "by epochs": _EPOCHS,
+            "mixed": ["data.mix={a: 3, b: 1}"],
             "wandb": ["report.wandb={}"],
             **_role_contexts("actor"),
             **_optimizer_contexts("actor"),

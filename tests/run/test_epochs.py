@@ -74,6 +74,16 @@ def test_rows_of_a_mix_count_where_their_set_has_a_share(world: Path) -> None:
     """Rows 1, 3, 5 and 7 are of set b, 2, 4 and 6 of a; 8 is too long."""
     assert steps(world, "train", "2", "data.mix={a: 3, b: 1}") == 14 // 4
     assert steps(world, "train", "4", "data.mix={a: 0, b: 1}") == 16 // 4
+    assert steps(world, "sft", "3", "data.mix={a: 0, b: 1}") == 12 // 4
+    assert steps(world, "dpo", "3", "data.mix={a: 1, b: 0}") == 9 // 4
+
+
+def test_a_supervised_run_goes_on_with_its_shares_alone(world: Path) -> None:
+    run(world, "sft", "shares", "data.mix={a: 3, b: 1}")
+    with pytest.raises(UserError, match=r"data.mix was \{'a': 3.0, 'b': 1.0\} and is None"):
+        run(world, "sft", "shares", "train.steps=4", resume=True)
+    run(world, "sft", "shares", "data.mix={b: 1, a: 3}", "train.steps=4", resume=True)
+    assert (world / "runs/shares/checkpoints/step_000004").is_dir()
 
 
 def test_what_a_run_writes_down_has_steps(world: Path, tmp_path: Path) -> None:

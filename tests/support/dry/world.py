@@ -80,7 +80,7 @@ def _prompt(n: int) -> dict[str, Any]:
     """The last of the rows is too long for the recipes."""
     text = f"{n}+{n}" + ("?" * 60 if n % 8 == 0 else "")
     row = {"prompt": text, "question": f"{n}*{n}", "answer": 2 * n, "gold": n * n + 1000, "marked": f"so #### {n}"}
-    return row | {"rubric": "short", "data_source": "ab"[n % 2], "kind": "ab"[n % 3 == 0]}
+    return row | {"rubric": "short"} | _sets(n)
 
 
 def _demonstration(n: int) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _demonstration(n: int) -> dict[str, Any]:
     row: dict[str, Any] = {"prompt": f"{n}", "question": f"what is {n}", "response": f"{n}!", "reply": f"it is {n}"}
     if n % 8 == 0:
         row["response"] = "x" * 50
-    return row | ({"messages": chat} if n % 2 else {"chat": chat})
+    return row | ({"messages": chat} if n % 2 else {"chat": chat}) | _sets(n)
 
 
 def _pair(n: int) -> dict[str, Any]:
@@ -99,7 +99,11 @@ def _pair(n: int) -> dict[str, Any]:
         "chosen": f"{n}" + "!" * (n % 8),
         "rejected": worse,
     }
-    return row | {"better": f"good {n}", "worse": f"bad {n}", "margin": 0.1 * n, "ahead": 1.0}
+    return row | {"better": f"good {n}", "worse": f"bad {n}", "margin": 0.1 * n, "ahead": 1.0} | _sets(n)
+
+
+def _sets(n: int) -> dict[str, str]:
+    return {"data_source": "ab"[n % 2], "kind": "ab"[n % 3 == 0]}
 
 
 def _write(path: Path, rows: list[Mapping[str, Any]]) -> None:
