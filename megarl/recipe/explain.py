@@ -70,6 +70,10 @@ class Schema:
         """The path as a recipe has it: without the kinds that stand between a section and its keys."""
         return tuple(key for index, key in enumerate(keys) if key not in _kinds(self.node(keys[:index]) or {}))
 
+    def knows(self, keys: Keys) -> bool:
+        """Whether a recipe may have such a key; NAME in it stands for one that users choose."""
+        return self.node(keys) is not None or any(self.written(leaf) == keys for leaf in self.leaves())
+
     def leaves(self, keys: Keys = ()) -> Iterator[Keys]:
         """Paths of all keys that hold a value, those that may hold a section instead before the keys of this section."""
         children = self.children(keys)
@@ -257,7 +261,7 @@ def _ours(keys: Keys, schema: Schema) -> list[Meant]:
         role = (keys[0], *each.key.split(".")[1:])
         of_role = each.key.startswith("actor.") and schema.node(role) is not None
         found.append(replace(each, key=".".join(role)) if of_role else each)
-    return [each for each in found if schema.node(tuple(each.key.split("."))) is not None]
+    return [each for each in found if schema.knows(tuple(each.key.split(".")))]
 
 
 def _leaves(value: Any, keys: Keys) -> Iterator[Keys]:

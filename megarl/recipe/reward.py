@@ -46,7 +46,13 @@ def _several(value: object) -> object:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-FieldValues = Annotated[tuple[str | int | float | bool, ...], BeforeValidator(_several)]
+def _some(values: tuple[str | int | float | bool, ...]) -> tuple[str | int | float | bool, ...]:
+    if not values:
+        raise ValueError("an empty list is the value of no row. Name a value, or remove the field")
+    return values
+
+
+FieldValues = Annotated[tuple[str | int | float | bool, ...], BeforeValidator(_several), AfterValidator(_some)]
 
 
 class GraderSection(Section):

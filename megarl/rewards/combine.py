@@ -116,13 +116,21 @@ class Graders:
             )
 
     async def grade(
-        self, prompt: str, response: str, answer: Answer, metadata: dict[str, Any], row: str = ""
+        self,
+        prompt: str,
+        response: str,
+        answer: Answer,
+        metadata: dict[str, Any],
+        row: str = "",
+        fields: Mapping[str, Any] | None = None,
     ) -> Combined:
-        """Grade one response, by those who grade its row. row: its prompt's, for messages.
+        """Grade one response, by those who grade its row. row: its prompt's, for messages. fields: its own; default: metadata.
 
+        An episode's metadata says more than its row, and nothing of who grades it: that was checked of rows, before the start.
         Raises MegarlError where a grader can grade nothing any more.
         """
-        asked = {name: each.grader for name, each in self._members.items() if grades_row(each.only, metadata)}
+        own = metadata if fields is None else fields
+        asked = {name: each.grader for name, each in self._members.items() if grades_row(each.only, own)}
         self._under_way += 1
         self._look_later()
         try:

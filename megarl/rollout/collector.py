@@ -300,7 +300,12 @@ class Collector:
         sample = await self._player.play(attempt, self._asker)
         if sample.status is not Status.FAILED:
             grade = await self._graders.grade(
-                sample.prompt.text, sample.response_text, prompt.answer, prompt.metadata | sample.metadata, prompt.id
+                sample.prompt.text,
+                sample.response_text,
+                prompt.answer,
+                prompt.metadata | sample.metadata,
+                prompt.id,
+                prompt.metadata,
             )
             sample.reward += grade.reward
             sample.reward_parts = sample.reward_parts | grade.parts

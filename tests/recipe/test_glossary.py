@@ -23,7 +23,7 @@ def test_every_key_exists_and_stands_once() -> None:
     schema = Schema(Recipe)
     keys = [entry.key for entry in glossary.ENTRIES]
     assert len(set(keys)) == len(keys)
-    assert [key for key in keys if schema.node(tuple(key.split("."))) is None] == []
+    assert [key for key in keys if not schema.knows(tuple(key.split(".")))] == []
     assert [old for old, new in glossary.RENAMED.items() if not any(leaf[-1] == new for leaf in schema.leaves())] == []
 
 
@@ -81,6 +81,10 @@ def test_every_key_exists_and_stands_once() -> None:
         ("grpo={max_num_steps: 4, num_generations_per_prompt: 2}", "`grpo.max_num_steps` is `train.steps`"),
         ("loss_fn.ratio_clip_max=0.3", "`loss_fn.ratio_clip_max` is `algorithm.clip_high`"),
         ("cluster.gpus_per_node=8", "What NeMo-RL has by that name is `cluster.devices` here"),
+        (
+            "reward.data_source=gsm8k",
+            "What verl has by that name is `reward.graders.NAME.only` here (the rows that a grader",
+        ),
         ("trainer={}", "Did you mean `train`?"),
         ("algorithm.preset=Dr-GRPO", "Did you mean dr_grpo?"),
         ("algorithm.init_kl_coef=0.3", "`algorithm.kl_coef`"),

@@ -89,6 +89,7 @@ X = "reward.graders.style"
         (f"{X}.url=http://", [f"`{X}.url`", "http://host:8000/grade"]),
         (f"{X}.url=http://h:port/", [f"`{X}.url`", "http://host:8000/grade"]),
         (f"{X}.url=http://ho st/", [f"`{X}.url`", "http://host:8000/grade"]),
+        (f"{X}.only={{source: []}}", [f"`{X}.only.source`", "an empty list is the value of no row"]),
         (f"{X}.parse='('", [f"`{X}.parse`", "no regular expression"]),
         (f"{X}.parse=abc", [f"`{X}.parse`", "'abc' has 0 groups", "json:FIELD"]),
         (f"{X}.parse='json:'", [f"`{X}.parse`", "the name of a field is missing"]),

@@ -70,6 +70,19 @@ def test_who_does_not_grade_a_row_is_not_asked_and_counts_nothing() -> None:
     assert chat == Combined(1.0, {"right": 1.0}, None)
 
 
+def test_what_an_episode_says_beside_its_row_chooses_no_grader() -> None:
+    """Rows are looked at before the start: an environment that says `source` as well would leave its row without a reward."""
+    told: list[Any] = []
+    remote = FakeRemote(score=lambda item: told.append(item["metadata"]) or 0.5)
+
+    async def call(graders: Graders) -> Combined:
+        return await graders.grade("", "42", "42", {"source": "shop"}, "row", {"source": "math"})
+
+    found = talk(remote, made()[1], call, only={"source": "math"})
+    assert found.parts == {"right": 1.0, "long": 0.5, "rude": 0.8}
+    assert told == [{"source": "shop"}], "graders get all that there is"
+
+
 def test_one_that_fails_leaves_no_reward_and_keeps_what_the_others_say() -> None:
     def score(item: dict[str, Any]) -> Any:
         return None if "null" in item["response"] else 0.5
