@@ -81,7 +81,7 @@ def check_best(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
         )
 
 
-def check_compared(recipe: Recipe, prompts: Iterable[Prompt]) -> None:
+def check_compared(recipe: Recipe, path: Path, prompts: Iterable[Prompt]) -> None:
     """Raises UserError for a row that a built-in rule grades, and whose answer it cannot compare with (`accepted`)."""
     for prompt in prompts:
         try:
@@ -89,8 +89,9 @@ def check_compared(recipe: Recipe, prompts: Iterable[Prompt]) -> None:
         except ValueError as error:
             if rules := compares_answers(recipe.reward, prompt.metadata):
                 raise UserError(
-                    f"{prompt.id}: {error}, and {rules[0]} compares. Name the field with the text by data.answer_key, a "
-                    "function of your own by reward.fn, or the rows that the rule is for by `only` of its grader."
+                    f"{place_of(path, prompt.id)}: {error}, and {rules[0]} compares. Name the field with the text by "
+                    "data.answer_key, a function of your own by reward.fn, or the rows that the rule is for by `only` of its "
+                    "grader."
                 ) from None
 
 
@@ -104,7 +105,9 @@ def check_graded(
     """
     if recipe.agent is not None:
         check_kinds(recipe.agent, [*prompts, *held_out], part=not prompts)
-    check_compared(recipe, (*prompts, *held_out))
+    for path, rows in ((recipe.data.train, prompts), (recipe.data.eval, held_out)):
+        if path is not None:
+            check_compared(recipe, path, rows)
     trained = [prompts[at] for rows in sets.values() for at in rows] if sets else prompts
     if recipe.reward_model is not None and recipe.reward_model.weight != 0:
         trained = ()  # it rewards these, and is not asked of held-out ones

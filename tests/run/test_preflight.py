@@ -306,7 +306,7 @@ GRADERS = "reward.graders={math: {kind: rule, fn: math, only: {kind: sum}}, exac
 def test_an_answer_that_a_built_in_rule_cannot_compare_with_is_refused_where_one_grades_it(place: Place) -> None:
     place.write_rows(*({"prompt": f"{n}+1", "answer": {"target": n}, "kind": "sum"} for n in range(4)))
     with pytest.raises(
-        UserError, match=r"train.jsonl:1: the row's answer is an object, .*, and math compares.*data.answer_key"
+        UserError, match=r"train.jsonl, line 1: the row's answer is an object, .*, and math compares.*data.answer_key"
     ):
         run(place, "reward.fn=math")
     own = "reward.graders={own: {kind: rule, fn: 'tests.rollout.grader:picky'}, math: {kind: rule, fn: math, only: {kind: x}}}"

@@ -391,7 +391,9 @@ ODD = (
     ),
     Bad(
         "answer that a built-in rule cannot compare with",
-        ("train.jsonl:3: the row's answer is an object, with which no response can be compared, and math compares",),
+        (
+            "train.jsonl, line 3: the row's answer is an object, with which no response can be compared, and math compares",
+        ),
         spoil=_rows({"prompt": "1", "answer": {"a": 1}}),
     ),
     Bad(
