@@ -118,12 +118,15 @@ def teaches(facts: GroupFacts, trained: Flags | None = None) -> bool:
 
 
 def is_kept(facts: GroupFacts, keep: KeepGroups | None, trained: Flags | None = None) -> bool:
-    """Whether a group is trained on, where groups are dropped. keep: the recipe's; None: those that teach. trained: as above."""
+    """Whether a group is trained on, where groups are dropped. keep: the recipe's; None: those that teach. trained: as above.
+
+    Samples without a score of the grader are in no mean; a group in which none has one is not kept.
+    """
     if keep is None:
         return teaches(facts, trained)
     figures: NDArray[Any] = facts.rewards if keep.grader is None else facts.parts.get(keep.grader, np.zeros(0))
     if len(figures):
-        figures = figures[facts.usable if trained is None else trained]
+        figures = figures[(facts.usable if trained is None else trained) & ~np.isnan(figures)]
     if not len(figures) or zero_variance_groups(figures, np.zeros(len(figures), np.int64)).all():
         return False
     mean = float(figures.mean(dtype=np.float64))

@@ -124,7 +124,12 @@ def test_groups_that_teach_nothing_are_left_out_where_others_do() -> None:
     assert batcher.select(ENTRIES[1:2], 7, 4, greedy=False, drop_dull=True).numbers.tolist() == [2, 2]
 
 
-RIGHT = {"right": np.array([1.0, 1.0, 1.0, 0.0]), "style": np.array([0.5, 0.5, 0.5, 0.5])}
+RIGHT = {
+    "right": np.array([1.0, 1.0, 1.0, 0.0]),
+    "style": np.array([0.5, 0.5, 0.5, 0.5]),
+    "some": np.array([np.nan, 1.0, np.nan, 0.0]),
+    "none": np.full(4, np.nan),
+}
 LAST = np.array([True, True, True, False])
 
 
@@ -140,6 +145,8 @@ LAST = np.array([True, True, True, False])
         (KeepGroups(grader="right", above=0.1, below=0.75), False),  # the mean is the bound
         (KeepGroups(grader="right", above=0.75), False),
         (KeepGroups(grader="style", above=0.1), False),  # all equal
+        (KeepGroups(grader="some", above=0.4, below=0.6), True),
+        (KeepGroups(grader="none"), False),
         (KeepGroups(grader="nobody"), False),  # as where every sample has failed
     ],
 )
