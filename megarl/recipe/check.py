@@ -84,7 +84,7 @@ def _given(key: str, sources: Mapping[str, str]) -> str | None:
 
 
 def _is_off(recipe: AnyRecipe, key: str) -> bool:
-    """Whether null, false, 0 or nothing stands there, as by default: who turns off what nothing reads asks for nothing."""
+    """Whether null, or false, 0 or nothing by default, stands there: who turns off what nothing reads asks for nothing."""
     section: Any = recipe
     default: Any = ...
     for name in key.split("."):
@@ -92,7 +92,7 @@ def _is_off(recipe: AnyRecipe, key: str) -> bool:
             return False
         default = type(section).model_fields[name].get_default(call_default_factory=True)
         section = getattr(section, name)
-    return not section and section == default
+    return section is None or (not section and section == default)
 
 
 def fill_defaults(recipe: R) -> R:

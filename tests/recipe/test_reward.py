@@ -70,6 +70,14 @@ def test_both_forms_are_refused(graders_file: Path) -> None:
         load_recipe(graders_file, ["reward.fn=exact"])
 
 
+def test_a_function_that_the_file_names_may_be_taken_back_where_graders_are_given(recipe_file: Path) -> None:
+    """On the command line no key can be removed."""
+    taken_back = ["reward.graders.right={kind: rule, fn: exact}", "reward.fn=null"]
+    loaded = load_recipe(recipe_file, ["reward.fn=math", *taken_back])
+    assert list(loaded.recipe.reward.by_name()) == ["right"] and "fn" not in loaded.resolved["reward"]
+    assert loaded.recipe == load_recipe(recipe_file, taken_back[:1]).recipe
+
+
 X = "reward.graders.style"
 
 
