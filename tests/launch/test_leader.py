@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,7 +149,7 @@ def test_a_request_to_stop_that_came_before_the_leader_listens_reaches_it(
     before, mask = [signal.getsignal(each) for each in numbers], signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
     leader = leader_of(tmp_path / "nowhere")
     try:
-        os.kill(os.getpid(), STOP_SIGNAL)
+        signal.pthread_kill(threading.get_ident(), STOP_SIGNAL)  # another thread would not hold it back
         with pytest.raises(MegarlError, match="'started' of job 7 could not be written"):
             leader.run()
         assert leader._events.get(timeout=5) == ("signal", STOP_SIGNAL, None)
