@@ -19,24 +19,26 @@ def kind_of(key: str, row: Prompt) -> Any:
     return field_of(row.metadata, key)
 
 
-def check_kinds(agent: Agent, rows: Sequence[Prompt], *, part: bool = False) -> None:
+def check_kinds(agent: Agent, rows: Sequence[Prompt], *, played: Sequence[Prompt], part: bool = False) -> None:
     """Raises UserError for a row that names no environment, and an environment that no row names.
 
-    part: these are not all rows of the run, and an environment may be for others.
+    played: those of the rows that episodes are about. part: these are not all rows of the run, and an environment may be for
+    others.
     """
     key, names = agent.environment_key, list(agent.environments)
     if key is None:
         return
-    found = [(row, kind_of(key, row)) for row in rows]
-    for row, kind in found:
+    for row in played:
+        kind = kind_of(key, row)
         if not isinstance(kind, str) or kind not in agent.environments:
             near = get_close_matches(kind, names, n=1) if isinstance(kind, str) else []
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise UserError(
                 f"{row.id}: no environment is for this row: {key!r}, which agent.environment_key names, is {kind!r}, and in "
-                f"agent.environments are {', '.join(names)}.{hint} Name one in the row, add it there, or leave the row out."
+                f"agent.environments are {', '.join(names)}.{hint} Name one in the row, add it "
+                "there, correct agent.environment_key, or leave the row out."
             )
-    there = sorted({kind for _, kind in found})
+    there = sorted({str(kind_of(key, row)) for row in rows})
     for name in () if part else names:
         if name not in there:
             shown = ", ".join(there[:MOST_SHOWN]) + (" and others" if len(there) > MOST_SHOWN else "")

@@ -103,12 +103,12 @@ def check_graded(
     Of environments by the row the same. prompts: to train on; an evaluation has none. sets: which of them data.mix gives a share;
     without any, all are trained on.
     """
+    trained = [prompts[at] for rows in sets.values() for at in rows] if sets else prompts
     if recipe.agent is not None:
-        check_kinds(recipe.agent, [*prompts, *held_out], part=not prompts)
+        check_kinds(recipe.agent, [*prompts, *held_out], played=[*trained, *held_out], part=not prompts)
     for path, rows in ((recipe.data.train, prompts), (recipe.data.eval, held_out)):
         if path is not None:
             check_compared(recipe, path, rows)
-    trained = [prompts[at] for rows in sets.values() for at in rows] if sets else prompts
     if recipe.reward_model is not None and recipe.reward_model.weight != 0:
         trained = ()  # it rewards these, and is not asked of held-out ones
     alone = () if recipe.agent is not None and recipe.agent.rewards else (*trained, *held_out)

@@ -151,5 +151,13 @@ def test_an_environment_that_no_row_names_is_refused_where_all_rows_are_there(tm
     check_graded(recipe, [], rows("count"))  # an evaluation
 
 
+def test_rows_that_have_no_share_need_no_environment(tmp_path: Path) -> None:
+    recipe, given = by_row(tmp_path), rows("count", "other", "answer")
+    check_graded(recipe, given, [], {"a": [0, 2]})
+    with pytest.raises(UserError, match="is 'other'"):
+        check_graded(recipe, given, [], {"a": [0], "b": [1]})
+
+
 def test_one_environment_asks_nothing_of_rows() -> None:
-    check_kinds(Agent(environment="maze"), [make_row("Go.")])
+    row = make_row("Go.")
+    check_kinds(Agent(environment="maze"), [row], played=[row])
