@@ -9,7 +9,7 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from megarl.core.versions import installed
 from megarl.data.digests import NO_DIGESTS, Digests
 from megarl.data.rows import data_files
 from megarl.models.fingerprint import fingerprint
+from megarl.recipe.check import unread_keys
 from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
@@ -125,11 +126,20 @@ def check_journal(recipe: Recipe, digests: Digests) -> None:
     known = digests if any(name.endswith(OF_ROWS) for name in before) else NO_DIGESTS
     now: dict[str, Any] = json.loads(json.dumps(made_with(recipe, known)))
     # What rows say and which model it is decide, and not where they are. The journal of an older megarl says less of both.
-    others = {ROWS_PATH if known else "", MODEL_PATH if MODEL in before else MODEL, *TROUBLE}
+    others = {
+        ROWS_PATH if known else "",
+        MODEL_PATH if MODEL in before else MODEL,
+        *TROUBLE,
+        *_later_keys(recipe, before),
+    }
+    unread = unread_keys(recipe)  # an older megarl may have had another default for them
     changed = [
         name
         for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name) and name not in others and not OF_GRADERS.fullmatch(name)
+        if before.get(name) != now.get(name)
+        and name not in others
+        and not OF_GRADERS.fullmatch(name)
+        and not _among(name, unread)
     ]
     if changed:
         told = [f"  {name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed[:SHOWN]]
@@ -255,9 +265,27 @@ def _source(module: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin is not None and Path(spec.origin).is_file() else None
 
 
+def _later_keys(recipe: Recipe, before: Mapping[str, Any]) -> set[str]:
+    """Keys that the megarl which wrote the journal did not have, and the recipe leaves at their defaults: all is as without them.
+
+    before: of the journal. A section that it has nothing of was not there, or has been added since, and counts.
+    """
+    given = dict(_leaves(recipe.model_dump(mode="json", exclude_defaults=True), ""))
+    sections = {name.rpartition(".")[0] for name in before}
+    return {
+        name
+        for name, _ in _leaves(recipe.model_dump(mode="json"), "")
+        if name not in before and name not in given and name.rpartition(".")[0] in sections
+    }
+
+
+def _among(name: str, keys: Iterable[str]) -> bool:
+    """Whether it is one of these keys, or within one of them."""
+    return any(name == key or name.startswith(f"{key}.") for key in keys)
+
+
 def _harmless(name: str) -> bool:
-    harmless = any(name == key or name.startswith(f"{key}.") for key in HARMLESS)
-    return harmless or OF_GRADERS.fullmatch(name) is not None
+    return _among(name, HARMLESS) or OF_GRADERS.fullmatch(name) is not None
 
 
 def _texts(value: Any) -> list[str]:

@@ -102,6 +102,21 @@ def test_a_grader_may_be_at_another_address_and_be_asked_otherwise(tmp_path: Pat
         check_journal(served(**moved, weight=0.5), ROWS)
 
 
+def test_a_journal_of_before_a_key_was_there_is_gone_on_with_where_the_key_is_at_its_default(tmp_path: Path) -> None:
+    """As written before routers could be frozen, when whitening, which this recipe does not read, had another default."""
+    recipe = recipe_of(tmp_path)
+    begin_journal(recipe, ROWS, keeps=False)
+    written = tmp_path / "run" / JOURNAL / MADE_WITH
+    old = json.loads(written.read_text()) | {"algorithm.whiten": True}
+    del old["actor.optimizer.freeze_router"]
+    written.write_text(json.dumps(old))
+    check_journal(recipe, ROWS)
+    with pytest.raises(UserError, match=r"actor\.optimizer\.freeze_router was None and is True"):
+        check_journal(recipe_of(tmp_path, actor={"optimizer": {"freeze_router": True}}), ROWS)
+    with pytest.raises(UserError, match=r"algorithm\.correction\.kind was None and is 'truncate'"):
+        check_journal(recipe_of(tmp_path, algorithm={"correction": {}}), ROWS)
+
+
 def test_how_long_a_run_is_counts_where_a_rate_depends_on_it(tmp_path: Path) -> None:
     for name, counts in (("constant", False), ("cosine", True)):
         critic = {"critic": {"optimizer": {"schedule": name}}, "algorithm": {"advantage": "gae"}}
