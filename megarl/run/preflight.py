@@ -365,5 +365,5 @@ def _eval_rows(recipe: Recipe, model: ModelConfig, tool_tokens: int) -> tuple[Se
         return (), ()
     prompts = checked_prompts(recipe, recipe.data.eval, model)
     asked = prompts.prompts[: recipe.eval.max_prompts]
-    check_sets(recipe, recipe.data.eval, asked)
+    check_sets(recipe, recipe.data.eval, prompts.prompts, asked)
     return asked, row_notes(recipe, recipe.data.eval, prompts, tool_tokens)

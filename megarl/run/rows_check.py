@@ -43,8 +43,11 @@ def check_tokens(path: Path, rows: Iterable[tuple[str, TokenArray]], model: Mode
             )
 
 
-def check_sets(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
-    """Raises UserError where held-out rows name no set or too many of them, and where one of eval.sets has no row."""
+def check_sets(recipe: Recipe, path: Path, rows: Sequence[Prompt], prompts: Sequence[Prompt]) -> None:
+    """Raises UserError where held-out rows name no set or too many of them, and where one of eval.sets has no row.
+
+    rows: of the file. prompts: those of them that are asked: eval.max_prompts may leave out all of a set.
+    """
     key, sets = recipe.eval.set_key, set()
     if key is None:
         return
@@ -61,7 +64,7 @@ def check_sets(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
             f"{path}: the field {key!r}, which eval.set_key names, has {len(sets)} different values, such as {min(sets)!r} and "
             f"{max(sets)!r}: each would be a set with metrics of its own, at most {MOST_SETS}. Name another field."
         )
-    if unknown := sorted(recipe.eval.sets.keys() - sets):
+    if unknown := sorted(name for name in recipe.eval.sets if not any(row.metadata.get(key) == name for row in rows)):
         raise UserError(
             f"`eval.sets`: no held-out row of {path} is of the set {unknown[0]!r}, by its field {key!r} (eval.set_key). Sets "
             f"that there are: {', '.join(sorted(sets))}."

@@ -294,7 +294,9 @@ def test_held_out_rows_say_which_set_they_are_of(place: Place) -> None:
         UserError, match=r"`eval.sets`: no held-out row of .* is of the set 'mine'.*there are: aime, gsm8k"
     ):
         run(place, *key, "eval.sets={aime: {max_response_tokens: 4}, mine: {max_response_tokens: 4}}")
-    assert run(place, *key, "eval.sets={aime: {max_response_tokens: 4}}").eval_rows == 2
+    own = "eval.sets={aime: {max_response_tokens: 4}}"
+    assert run(place, *key, own).eval_rows == 2
+    assert run(place, *key, own, "eval.max_prompts=1").eval_rows == 1  # none of aime's, which has rows all the same
     write(*map(str, range(65)))
     with pytest.raises(UserError, match=r"has 65 different values, such as '0' and '9': .* at most 64"):
         run(place, *key)
