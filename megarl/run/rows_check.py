@@ -116,13 +116,22 @@ def check_graded(
         trained = ()  # it rewards these, and is not asked of held-out ones
     alone = () if recipe.agent is not None and recipe.agent.rewards else (*trained, *held_out)
     check_choice(recipe.reward, [*prompts, *held_out], alone=alone, part=not prompts)
+    _check_judged(recipe, held_out)
+
+
+def _check_judged(recipe: Recipe, held_out: Sequence[Prompt]) -> None:
+    """Raises UserError where the grader that says what is right does not grade a row. The key that names it is named."""
     for key, asked in recipe.eval.by_key().items():
         grader = asked.grader
         own = [row for row in held_out if recipe.eval.of_row(row.metadata) == asked]
         if grader is not None and (row := first_ungraded(recipe.reward, grader, own)) is not None:
+            named = None if key == "eval" else recipe.eval.sets[key.removeprefix("eval.sets.")]
+            of_all = named is None or named.grader is None
+            instead = "the whole reward" if of_all or recipe.eval.grader is None else "eval.grader"
             raise UserError(
-                f"`{key}.grader`: {grader} does not grade every held-out row that it is named for: reward.graders.{grader}.only "
-                f"leaves out {row.id}, which would count as wrong. Remove the key: the whole reward says then what is right."
+                f"`{'eval' if of_all else key}.grader`: {grader} does not grade every held-out row that it is named for: "
+                f"reward.graders.{grader}.only leaves out {row.id}, which would count as wrong. Remove the key: {instead} says "
+                "then what is right."
             )
 
 

@@ -334,6 +334,11 @@ def test_rows_that_no_grader_is_for_are_named_and_those_held_out_as_well(place: 
         UserError, match=r"`eval.sets.sum.grader`: exact does not grade every held-out row that .*:1, which"
     ):
         run(place, GRADERS, f"data.eval={held_out}", *by_set)
+    by_all = ("eval.grader=exact", "eval.set_key=kind", "eval.sets={sum: {max_response_tokens: 4}}")
+    with pytest.raises(UserError, match=r"`eval.grader`: exact does .*Remove the key: the whole reward says then"):
+        run(place, GRADERS, f"data.eval={held_out}", *by_all)
+    with pytest.raises(UserError, match=r"`eval.sets.sum.grader`: exact does .*Remove the key: eval.grader says then"):
+        run(place, GRADERS, f"data.eval={held_out}", "eval.grader=math", *by_set)
     held_out.write_text('{"prompt": "1", "answer": "1", "kind": "verse"}\n')
     with pytest.raises(
         UserError, match=r"held_out\.jsonl:1: no grader with a weight grades this row, .*'kind' is 'verse'"
