@@ -237,10 +237,11 @@ _METRICS: dict[str, MetricSpec] = {
     "dpo/lr": MetricSpec("1", "as actor/lr, of a DPO run", ".2e"),
     "eval/accuracy": MetricSpec(
         "fraction",
-        "held-out samples with a reward (with eval.grader: that grader's score) of at least 0.5 / held-out samples",
+        "held-out samples with a reward (with eval.grader: that grader's score) of at least 0.5 / held-out samples; each prompt "
+        "counts the same, however many answers its set is asked for",
         ".3f",
     ),
-    "eval/reward": MetricSpec("reward", "mean over held-out samples", ".3f"),
+    "eval/reward": MetricSpec("reward", "mean over held-out samples; each prompt counts the same", ".3f"),
     "eval/response_len_mean": MetricSpec("tokens", "mean length of held-out responses", ".1f"),
     "eval/truncated": MetricSpec(
         "fraction",
