@@ -1,6 +1,6 @@
 """Digests of what rows say, by which a resumed run knows other rows from its own.
 
-Not for whole files: a field that neither prompt nor answer is made of may change.
+Not for whole files: a field that neither prompt nor answer is made of, nor the order (data.mix_key), may change.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import numpy as np
 from megarl.core.errors import UserError
 from megarl.core.types import IntArray, Prompt
 from megarl.data.cursor import Cursor
-from megarl.data.digests import NO_DIGESTS, Digests
+from megarl.data.digests import NO_DIGESTS, Digester, Digests
 from megarl.recipe.schema import Data
 from megarl.recipe.supervised import RowData
 
@@ -54,6 +54,14 @@ def shares_of(data: Data | RowData) -> dict[str, float] | None:
     return {name: share for name, share in data.mix.items() if share > 0} or None
 
 
+def with_sets(digests: Digests, sets: RowsBySet) -> dict[str, str]:
+    """The digests of rows, and where they are mixed one of which row is of which set: the order goes by that, too."""
+    digester = Digester()
+    for name in sorted(sets):
+        digester.add({"sets": [name, np.asarray(sets[name]).tolist()]})
+    return {**digests, **digester.digests()}
+
+
 class MixedCursor(Cursor):
     """Hands out rows so that each set has its share of every epoch; an epoch is as many rows as all sets have together.
 
@@ -77,7 +85,7 @@ class MixedCursor(Cursor):
         total = sum(map(len, self._sets))
         self._counts = _rounded([shares[name] for name in names], total)
         mix = {name: shares[name] for name in names}
-        super().__init__(total, seed, shuffle=shuffle, what=what, digests=digests, mix=mix)
+        super().__init__(total, seed, shuffle=shuffle, what=what, digests=with_sets(digests, sets), mix=mix)
 
     def _order_of(self, epoch: int) -> IntArray:
         parts = [self._part(at, epoch) for at in range(len(self._sets))]

@@ -24,7 +24,7 @@ from megarl.core.platform import Platform
 from megarl.core.types import Prompt
 from megarl.data import supervised
 from megarl.data.chat import load_tokenizer
-from megarl.data.mix import rows_by_set
+from megarl.data.mix import rows_by_set, with_sets
 from megarl.data.prompts import check_rows, digests_of
 from megarl.data.supervised import check_supervised, demonstrations_of, load_supervised
 from megarl.models.config import ModelConfig
@@ -157,7 +157,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         *notes,
     )
     external = None if replays else check_servers(recipe, model, platform, here=here)
-    committed = _read_whole(recipe, committed, rows, digests)
+    committed = _read_whole(recipe, committed, rows, with_sets(digests, sets))
     return Preflight(
         plan, platform, model, rows, prompts.num_dropped, len(held_out), notes, external, digests, committed
     )
@@ -205,9 +205,10 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     for file, loaded in zip(files, (rows, *held_out), strict=True):
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
-    trained = sum(map(len, supervised.rows_by_set(rows, recipe.data).values())) or len(rows)
+    sets = supervised.rows_by_set(rows, recipe.data)
+    trained = sum(map(len, sets.values())) or len(rows)
     notes = (*_rows_again(recipe, trained), *(() if isinstance(recipe, RmRecipe) else end_notes(recipe, model)))
-    committed = _read_whole(recipe, committed, trained, rows.digests)
+    committed = _read_whole(recipe, committed, trained, with_sets(rows.digests, sets))
     return Preflight(
         plan, platform, model, trained, rows.num_dropped, sum(map(len, held_out)), notes, committed=committed
     )

@@ -72,6 +72,16 @@ def test_a_place_under_other_shares_is_refused() -> None:
         cursor({"math": 2, "code": 1}).load_state(state)
 
 
+def test_a_place_in_rows_that_have_gone_to_another_set_is_refused() -> None:
+    """Of as many rows each: other rows would come, some of them a second time."""
+    state = cursor({"math": 1, "code": 1}).state()
+    moved = {"math": np.array([1, 2, 4, 6, 8, 9]), "code": np.array([0, 3])}
+    other = MixedCursor(moved, {"math": 1, "code": 1}, 1, shuffle=True, what="rows")
+    with pytest.raises(UserError, match="other sets"):
+        other.load_state(state)
+    other.load_state({**state, "digests": {}})  # of an older megarl
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_mix_that_names_its_sets_in_another_order_is_the_same(shuffle: bool) -> None:
     """As a recipe does that was written anew: a run that goes on would find other rows where it was."""
