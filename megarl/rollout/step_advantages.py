@@ -192,7 +192,9 @@ def _by_sample(parts: Sequence[NDArray[np.floating] | None], measured: Sequence[
 
 
 def _kl_mean(measured: Sequence[Measured]) -> float | None:
-    """Nats a trained token; None where the KL is not in the reward."""
+    """Nats a trained token; None where the KL is not in the reward, or no token is trained on: that is no KL of 0."""
+    if not any(each.trained_tokens for each in measured):
+        return None
     return _mean([each.kl for each in measured], measured)
 
 

@@ -57,7 +57,10 @@ class MetricSums:
         self._sums[key] = self._sums[key] + total if key in self._sums else total
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Means and maxima over all ranks of the data-parallel group; the same on each. Every rank calls it."""
+        """Means and maxima over all ranks of the data-parallel group; the same on each. Every rank calls it.
+
+        Without any trained token, as where all samples are masked, there is nothing that a mean or a maximum over them could be.
+        """
         if not self._sums:
             raise MegarlError(
                 "An update saw no micro-batch on this rank: give every data-parallel rank at least one sample."
@@ -69,14 +72,14 @@ class MetricSums:
         everyone = torch.stack(parts)
         totals = dict(zip(keys, everyone.sum(dim=0).tolist(), strict=True))
         largest = dict(zip(keys, everyone.amax(dim=0).tolist(), strict=True))
-        num_tokens = max(totals["count", "num_tokens"], 1.0)
+        num_tokens = totals["count", "num_tokens"]
         weight = totals.get(("weight", ""), float(self._mini_batches))
         result = {}
         for kind, name in keys:
             if kind == "weighted":
                 result[name] = totals[kind, name] / weight
-            elif kind == "sum":
+            elif num_tokens and kind == "sum":
                 result[name] = totals[kind, name] / num_tokens
-            elif kind == "max":
+            elif num_tokens and kind == "max":
                 result[name] = largest[kind, name]
         return result

@@ -256,6 +256,20 @@ def test_the_kls_weight_stays_in_a_step_that_is_left_out(num_collectors: int) ->
 
 
 @anywhere
+def test_the_kls_weight_stays_where_no_token_is_trained_on(num_collectors: int) -> None:
+    """All samples are masked: that is no KL of 0, which would lower the weight."""
+    steered = KlControl(target=0.25, horizon=40)
+    recipe = recipe_of(Algorithm(advantage="rloo", kl_coef=0.5, kl_in="reward", kl_control=steered))
+    maker = StepAdvantages(recipe)
+    said: Said = {"old_logprobs": lambda *_: -1.0, "ref_logprobs": lambda *_: -2.0}
+    step = step_of(said, num_collectors)
+    masked = [replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) for sample in step.samples]
+    _, metrics = learn(maker, recipe, replace(step, samples=masked), list(said))
+    assert metrics == {}
+    assert maker.kl_coef == 0.5
+
+
+@anywhere
 def test_the_kls_weight_is_steered_and_saved(num_collectors: int) -> None:
     steered = KlControl(target=0.25, horizon=40)
     algorithm = Algorithm(advantage="rloo", kl_coef=0.5, kl_in="reward", kl_kind="k1", kl_control=steered)

@@ -51,6 +51,13 @@ def test_a_mini_batch_without_a_micro_batch_on_this_rank_counts(group):
     assert sums.reduce(group)["loss"] == 0.25
 
 
+def test_of_no_trained_token_nothing_is_told(group):
+    """An entropy of 0 stood there where all samples were masked."""
+    sums = MetricSums()
+    add(sums, output(0.0, 0.0, 0.0, 0.0))
+    assert sums.reduce(group) == {"loss": 0.0}
+
+
 def test_nothing_at_all_is_an_error(group):
     sums = MetricSums()
     add(sums)
