@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from megarl.core.metrics import METRICS, row_of
@@ -45,6 +46,18 @@ def _written(recipe: AnyRecipe, metric: str) -> bool:
     if isinstance(recipe, Recipe) and metric.startswith(_BY) and recipe.agent is None:
         return metric.removeprefix(_BY).partition("/")[0] in recipe.reward.by_name()
     return name in held_out_metrics(recipe, set_of(metric) or "NAME")
+
+
+def keep_notes(recipe: AnyRecipe) -> tuple[str, ...]:
+    """A line where no step before the end is both saved and evaluated, so that there is none that could be the best."""
+    keep, save, every = recipe.train.keep_best, recipe.train.save_every, recipe.eval.every
+    if keep is None or not save or not every or (both := math.lcm(save, every)) < recipe.train.steps:
+        return ()
+    return (
+        f"train.keep_best: steps are saved every {save} and evaluated every {every}, so that step {both} would be the first that "
+        f"is both, and the run has {recipe.train.steps}: only the last could be kept as the best. Make one a multiple of the "
+        "other",
+    )
 
 
 KEEP_CONTRADICTION = Contradiction(

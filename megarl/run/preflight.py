@@ -37,6 +37,7 @@ from megarl.models.rules import expected_tensors
 from megarl.recipe.algorithm_rules import learning_notes
 from megarl.recipe.batch import BatchPlan, plan_batches
 from megarl.recipe.check import check_functions
+from megarl.recipe.keep_rules import keep_notes
 from megarl.recipe.rollout_rules import longest_served, served_parts
 from megarl.recipe.sampling_rules import staleness_notes
 from megarl.recipe.schema import AnyRecipe, Recipe
@@ -151,6 +152,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
     notes = (
         *staleness_notes(recipe),
         *learning_notes(recipe),
+        *keep_notes(recipe),
         *_without_effect(recipe, platform),
         *end_notes(recipe, model),
         *row_notes(recipe, recipe.data.train, prompts, tool_tokens),
@@ -207,7 +209,8 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
         check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
     sets = supervised.rows_by_set(rows, recipe.data)
     trained = sum(map(len, sets.values())) or len(rows)
-    notes = (*_rows_again(recipe, trained), *(() if isinstance(recipe, RmRecipe) else end_notes(recipe, model)))
+    ends = () if isinstance(recipe, RmRecipe) else end_notes(recipe, model)
+    notes = (*_rows_again(recipe, trained), *keep_notes(recipe), *ends)
     committed = _read_whole(recipe, committed, trained, with_sets(rows.digests, sets))
     return Preflight(
         plan, platform, model, trained, rows.num_dropped, sum(map(len, held_out)), notes, committed=committed

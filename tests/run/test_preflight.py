@@ -284,6 +284,12 @@ def test_held_out_rows_say_which_set_they_are_of(place: Place) -> None:
     with pytest.raises(UserError, match=r"its field 'sauce', .*, is None"):
         run(place, key[0], "eval.set_key=sauce")
     assert run(place, *key, "eval.max_prompts=2").eval_rows == 2
+    apart = "train={steps: 20, save_every: 5, keep_best: {metric: eval/accuracy}}"
+    for every, said in ((7, True), (10, False)):
+        found = run(place, *key, "eval.max_prompts=2", apart, f"eval.every={every}")
+        assert (
+            any("step 35 would be the first that is both, and the run has 20" in line for line in found.lines()) == said
+        )
     best = "train={save_every: 1, keep_best: {metric: eval/set/openai/gsm8k/accuracy}}"
     write("openai/gsm8k", "aime")
     assert run(place, *key, best, "eval.every=1").eval_rows == 2
