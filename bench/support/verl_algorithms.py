@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 from verl.workers.config import ActorConfig
 
 from bench.support.seconds import fastest
@@ -57,10 +58,10 @@ def losses(batch: dict[str, Any]) -> dict[str, Callable[[], tuple[torch.Tensor, 
         clip_ratio_c=float(batch["dual_clip"]),
     )
 
-    def policy(form: str, mode: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def policy(form: str, mode: str, advantages: str = "advantages") -> tuple[torch.Tensor, torch.Tensor]:
         given = batch["logprobs"].clone().requires_grad_()
         compute = core_algos.get_policy_loss_fn(form)
-        loss, _ = compute(batch["old_logprobs"], given, batch["advantages"], batch["mask"], mode, settings)
+        loss, _ = compute(batch["old_logprobs"], given, batch[advantages], batch["mask"], mode, settings)
         loss.backward()
         return loss.detach(), given.grad
 
@@ -76,6 +77,7 @@ def losses(batch: dict[str, Any]) -> dict[str, Callable[[], tuple[torch.Tensor, 
         "PPO, a sequence's mean": ("vanilla", "seq-mean-token-mean"),
         "PPO, constant": ("vanilla", "seq-mean-token-sum-norm"),
         "GSPO": ("gspo", "seq-mean-token-mean"),
+        "GMPO": ("geo_mean", "seq-mean-token-mean", "sequence_advantages"),
         "CISPO": ("cispo", "token-mean"),
     }
     return {**{name: partial(policy, *form) for name, form in forms.items()}, "value": value}
@@ -87,6 +89,25 @@ def penalties(batch: dict[str, Any]) -> dict[str, Callable[[], torch.Tensor]]:
     return {f"KL {kind}": partial(core_algos.kl_penalty, new, old, kind) for kind in ("k1", "k2", "k3", "abs")}
 
 
+def corrections(batch: dict[str, Any]) -> dict[str, Callable[[], torch.Tensor]]:
+    """By name: weights of tokens for what the rollout's policy was another than the trainer's."""
+
+    def weights(bounds: str | float, **rejection: str) -> torch.Tensor:
+        made, mask, _ = compute_rollout_correction_and_rejection_mask(
+            batch["logprobs"], batch["old_logprobs"], batch["mask"], "token", bounds, **rejection
+        )
+        found: torch.Tensor = made.batch["rollout_is_weights"] * mask
+        return found
+
+    high, low, near = float(batch["max_ratio"]), float(batch["min_ratio"]), float(batch["mean_ratio"])
+    rejected = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": f"{1 / near}_{near}"}
+    return {
+        "TIS": lambda: weights(high),
+        "IcePop": lambda: weights(f"{low}_{high}"),
+        "TIS and rejection": lambda: weights(high, **rejected),
+    }
+
+
 def main() -> None:
     """Read, call, write."""
     torch.set_num_threads(1)
@@ -95,7 +116,7 @@ def main() -> None:
         name: torch.from_numpy(read[name]) if read[name].dtype == np.float32 else read[name] for name in read.files
     }
     found: Numbers = {}
-    for name, call in {**advantages(batch), **losses(batch), **penalties(batch)}.items():
+    for name, call in {**advantages(batch), **losses(batch), **penalties(batch), **corrections(batch)}.items():
         result, seconds = fastest(call, int(sys.argv[3]))
         parts = result if isinstance(result, tuple) else (result,)
         for number, part in enumerate(parts):

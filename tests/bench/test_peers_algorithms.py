@@ -7,16 +7,11 @@ import pytest
 
 from bench.peers_algorithms import (
     DIFFERENCES,
-    QUICK,
     TOLERANCE,
-    Batch,
     compare,
     factor,
-    make_batch,
-    our_advantages,
-    our_losses,
-    our_penalties,
 )
+from bench.support.our_algorithms import QUICK, Batch, make_batch, our_side
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +23,7 @@ def batch() -> Batch:
 def theirs(batch: Batch) -> dict[str, np.ndarray]:
     """What a verl would say that agrees."""
     found = {}
-    for name, call in {**our_advantages(batch), **our_losses(batch), **our_penalties(batch)}.items():
+    for name, call in our_side(batch).items():
         result = call()
         for number, part in enumerate(result if isinstance(result, tuple) else (result,)):
             padded = batch.padded(part) if np.ndim(part) else part
@@ -39,10 +34,10 @@ def theirs(batch: Batch) -> dict[str, np.ndarray]:
 
 def test_a_side_that_agrees_is_found_equal(batch: Batch, theirs: dict[str, np.ndarray]) -> None:
     rows = compare(batch, theirs, repeats=1)
-    assert len(rows) == 22 and all(row["error"] < TOLERANCE for row in rows)
+    assert len(rows) == 26 and all(row["error"] < TOLERANCE for row in rows)
 
 
-@pytest.mark.parametrize("name", ["GRPO/0", "GAE/0", "GSPO/1", "KL k3/0"])
+@pytest.mark.parametrize("name", ["GRPO/0", "GAE/0", "GSPO/1", "KL k3/0", "TIS and rejection/0"])
 def test_a_number_that_differs_is_found(name: str, batch: Batch, theirs: dict[str, np.ndarray]) -> None:
     changed = theirs[name].copy()
     row, column = np.argwhere(batch.padded(batch.mask) > 0)[3]
@@ -56,10 +51,12 @@ def test_the_batch_has_what_tells_sides_apart(batch: Batch) -> None:
     assert min(spread) == 0 < max(spread)
     holes = batch.mask[:-1] - batch.mask[1:]
     assert (holes > 0).sum() > 1, "turns of an environment inside of responses"
+    rejected = batch.lengths[np.add.reduceat(our_side(batch)["TIS and rejection"](), batch.cu_seqlens[:-1]) == 0]
+    assert 0 < len(rejected) < len(batch.lengths)
     assert 0 < batch.mask.mean() < 1 and batch.lengths.sum() == batch.mask.sum()
 
 
 def test_differences_are_of_functions_that_are_compared(batch: Batch) -> None:
-    names = {*our_advantages(batch), *our_losses(batch), *our_penalties(batch)}
+    names = set(our_side(batch))
     assert {name for each in DIFFERENCES for name in each.of} <= names
     assert factor("GRPO", batch) == pytest.approx(np.sqrt(4 / 3)) and factor("Dr.GRPO", batch) == 1
