@@ -103,7 +103,8 @@ HELD_OUT_CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda r, _: bool(_greedy_sets(r)),
         lambda r: (
             f"the answers to rows of {_greedy_sets(r)[0]} are greedy: several to one prompt are all the same, and top_p and "
-            f"top_k draw nothing. Set eval.sets.{_greedy_sets(r)[0]}.temperature above 0, or remove these keys"
+            f"top_k draw nothing. Set eval.sets.{_greedy_sets(r)[0]}.temperature above 0, or its samples_per_prompt to 1 without "
+            "these two"
         ),
         RL,
     ),

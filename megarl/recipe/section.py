@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -75,3 +75,12 @@ class Section(BaseModel):
     """Base of every section: strict types, frozen, no unknown keys."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_of_them(cls, given: Any) -> Any:
+        """Where users choose the names, null takes back all that a file has: an empty section would change nothing of it."""
+        if not isinstance(given, dict):
+            return given
+        named = {name for name, field in cls.model_fields.items() if field.default == {}}
+        return {name: value for name, value in given.items() if value is not None or name not in named}

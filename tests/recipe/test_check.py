@@ -414,7 +414,7 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
                     "{samples_per_prompt: 2}",
                     "the answers to rows of aime are greedy: several to one prompt are all the same",
                 ),
-                ("{top_p: 0.5}", "Set eval.sets.aime.temperature above 0, or remove these keys"),
+                ("{top_p: 0.5}", "Set eval.sets.aime.temperature above 0, or its samples_per_prompt to 1"),
                 ("{grader: exact}", "aime: there is no grader 'exact'. The recipe's graders: math"),
                 ("{grader: math}", "aime.grader: the only grader's score is the reward."),
             )

@@ -66,6 +66,15 @@ def test_a_replay_with_another_advantage_than_gae_is_not_whitened_because_gae_wa
     assert replayed(rloo, "algorithm.whiten=true", advantage="opo") is True
 
 
+def test_null_takes_back_what_users_have_named(recipe_file: Path) -> None:
+    """An empty section would be merged into the file's, and change nothing."""
+    given = "reward: {graders: {a: {kind: rule, fn: math}}}\nalgorithm: {settings: {high: 1}}\n"
+    recipe_file.write_text(recipe_file.read_text() + given)
+    assert load_recipe(recipe_file, ["reward.graders={}", "algorithm.settings=null"]).recipe.reward.graders
+    recipe = load_recipe(recipe_file, ["reward.graders=null", "algorithm.settings=null"]).recipe
+    assert (recipe.reward.graders, recipe.algorithm.settings) == ({}, {})
+
+
 def test_home_is_expanded_where_the_shell_does_not(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     recipe = load_recipe(recipe_file, ["model.path=~/m", "data.eval=~other/e", "run.dir=a/~"]).recipe
