@@ -127,7 +127,7 @@ async def within() -> dict[str, Any]:
         async with SandboxPool(LIMITS, size=6) as pool:
 
             async def attempt(escape: Escape) -> dict[str, Any]:
-                result = await pool.run(around.program(escape, files=200_000), stdin="", timeout_s=escape.timeout_s)
+                result = await pool.run(around.program(escape, files=1_000_000), stdin="", timeout_s=escape.timeout_s)
                 return {
                     "ended": result.ended,
                     "stdout": result.stdout[:2000],
