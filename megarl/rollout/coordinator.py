@@ -68,7 +68,7 @@ class Coordinator:
         self._step, self._version, self._collecting = 0, 0, False
         self._renewed = False  # whether the weights of the next step are there, and that has not begun
         self._undecided: list[int] = []  # finished, and nobody has looked yet whether they teach anything
-        self._samples: StepSamples | None = None
+        self.samples: StepSamples | None = None  # of the step that was given last
         self._refills, self._flow = Refills(self._pace.refills, recipe.algorithm.keep_groups), Flow(len(links), clock)
         self.advantages = StepAdvantages(recipe)
         self._planner = StepPlanner(recipe, model, self._pace, self.advantages, len(links), num_shards)
@@ -150,10 +150,10 @@ class Coordinator:
 
     def settle(self, step: int, measured: Sequence[Measured]) -> list[Settled]:
         """The second turn of a step's advantages, for each collector: see StepAdvantages. Again for the same step: anew."""
-        samples = self.samples
-        if samples.step != step:
-            raise MegarlError(f"Advantages of step {step} were asked for; the samples are of step {samples.step}.")
-        return self.advantages.settle(StepFacts.of(samples), measured)
+        if self.samples is None or self.samples.step != step:
+            made = "none has been made" if self.samples is None else f"the samples are of step {self.samples.step}"
+            raise MegarlError(f"Advantages of step {step} were asked for; {made}.")
+        return self.advantages.settle(StepFacts.of(self.samples), measured)
 
     async def replace(self, owner: int, link: CollectorLink | None) -> None:
         """A collector has died: its groups are made anew. link: to the one in its place; None while that is to come."""
@@ -188,13 +188,6 @@ class Coordinator:
         self._step = int(state.get("step", self._step))
         self._rewinds.total = int(state.get("rewinds", 0))
         self.decisions.resume(state.get("decisions"), state.get("waiting", ()))
-
-    @property
-    def samples(self) -> StepSamples:
-        """Of the step that was given last. Raises MegarlError before the first."""
-        if self._samples is None:
-            raise MegarlError("Advantages were asked for, and no step has been made yet.")
-        return self._samples
 
     async def _collect(self) -> None:
         """Take the groups of the step, once they are there."""
@@ -391,7 +384,7 @@ class Coordinator:
         metrics = self._flow.metrics(await self._links.loads(), self.decisions.spent_s) | self._rewinds.metrics()
         metrics |= step_metrics.place_metrics(self.ledger, self._data, self._intake.place())
         try:
-            self._samples, plan = self._planner.plan(entries, step, version, self._refills.facts(), metrics)
+            self.samples, plan = self._planner.plan(entries, step, version, self._refills.facts(), metrics)
         except UnusableError:  # whoever goes on, once that is mended, is not to meet it again
             left = [entry for entry in self.ledger.under_way() if entry.facts is None or entry.facts.flawed]
             await self._drop([entry.asked.group for entry in left], "refused")
