@@ -44,5 +44,7 @@ class EpisodesByRow:
 
     async def close(self) -> None:
         """As of Episodes."""
-        await asyncio.gather(*(player.close() for player in self._players.values()))
-        await asyncio.gather(*(each.close() for each in self._held))
+        try:
+            await asyncio.gather(*(player.close() for player in self._players.values()))
+        finally:  # what a tool holds may be processes
+            await asyncio.gather(*(each.close() for each in self._held))

@@ -161,3 +161,21 @@ def test_rows_that_have_no_share_need_no_environment(tmp_path: Path) -> None:
 def test_one_environment_asks_nothing_of_rows() -> None:
     row = make_row("Go.")
     check_kinds(Agent(environment="maze"), [row], played=[row])
+
+
+def test_what_tools_hold_is_closed_though_an_environment_does_not_close() -> None:
+    class Stuck:
+        async def close(self) -> None:
+            raise RuntimeError("stuck")
+
+    class Held:
+        closed = False
+
+        async def close(self) -> None:
+            self.closed = True
+
+    held = Held()
+    players: Any = {"a": Stuck()}
+    with pytest.raises(RuntimeError, match="stuck"):
+        asyncio.run(EpisodesByRow(players, "kind", [held]).close())
+    assert held.closed
