@@ -132,21 +132,15 @@ def _warmup_rule(role: str, kinds: Kinds) -> Contradiction:
     )
 
 
-def _router_rule(role: str, kinds: Kinds) -> Contradiction:
-    learns = _optimizer(role, lambda optimizer: not optimizer.freeze_router)
-
-    def wrong(recipe: AnyRecipe, asked: Asked) -> bool:
-        return not learns(recipe, asked) and role == "actor" and recipe.actor.aux_loss_coef > 0
-
-    def says(_: AnyRecipe) -> str:
-        return "actor.aux_loss_coef has routers balance their experts, and frozen ones cannot. Set that to 0, or this to false"
-
-    return Contradiction(f"{role}.optimizer.freeze_router", wrong, says, kinds)
-
-
 ROLE_UNREAD: tuple[Unread, ...] = (*_layout_rules(), *_recompute_rules(), *_optimizer_rules())
-ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = tuple(
-    rule(role, kinds)
-    for role, kinds in LEARNING.items()
-    for rule in (_schedule_rule, _rewind_rule, _warmup_rule, _router_rule)
+ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = (
+    *(rule(role, kinds) for role, kinds in LEARNING.items() for rule in (_schedule_rule, _rewind_rule, _warmup_rule)),
+    Contradiction(
+        "actor.optimizer.freeze_router",
+        lambda r, _: r.actor.optimizer.freeze_router and r.actor.aux_loss_coef > 0,
+        lambda _: (
+            "actor.aux_loss_coef has routers balance their experts, and frozen ones cannot. Set that to 0, or this to false"
+        ),
+        LEARNING["actor"],
+    ),
 )
