@@ -16,7 +16,7 @@ _ANSWER = re.compile(r"[\d+\-−.,$€£\\({\[]|[A-Za-z]\W*$")
 
 
 def accepted(answer: Answer) -> list[str]:
-    """The texts of which each is right by itself: the answer, or, where it is a list of texts, those of the list.
+    """The texts of which each is right by itself: the answer, or, where it is a list, those of its texts that are not empty.
 
     Raises ValueError for an object, and for a list of anything else: what would be right by it, only its row's author knows.
     """
@@ -24,7 +24,7 @@ def accepted(answer: Answer) -> list[str]:
     if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
         kind = "an object" if isinstance(answer, dict) else "a list of other things than texts and numbers"
         raise ValueError(f"the row's answer is {kind}, with which no response can be compared")
-    return texts
+    return texts if isinstance(answer, str) else [each for each in texts if each.strip()]
 
 
 def final_answer(text: str) -> str | None:

@@ -13,6 +13,7 @@ def test_white_space_around_does_not_count() -> None:
 def test_any_of_several_is_right() -> None:
     assert [exact("", response, ["yes", " yeah"], {}) for response in ("yes", "yeah ", "y", "")] == [1.0, 1.0, 0.0, 0.0]
     assert exact("", "", [], {}) == 0.0
+    assert exact("", " ", ["", "5"], {}) == 0.0  # an empty one among several accepts no silence
 
 
 @pytest.mark.parametrize("answer", [{"a": "yes"}, [["yes"]], ["yes", 1]])
