@@ -29,7 +29,7 @@ from megarl.run.begin import finish, handles_of, opened, say
 from megarl.run.epochs import with_steps
 from megarl.run.journal import changes
 from megarl.run.model_check import with_linears
-from megarl.run.preflight import RESULTS, preflight
+from megarl.run.preflight import RESULTS, preflight, reading
 from megarl.run.recorder import Devices, Recorder
 from megarl.run.replayable import Replay, check_greedy, check_inputs, check_model, check_overrides, find_replay
 from megarl.train import train
@@ -80,7 +80,9 @@ def run_replay(
     replay = find_replay(folder, from_step, to_step)
     recorded = localize(load_recipe(folder / RECIPE_FILE, (), Recipe), read_model, say, run=folder)
     changed = load_recipe(folder / RECIPE_FILE, overrides, Recipe, recorded=True)
-    loaded = with_steps(with_linears(localize(changed, read_model, say, run=folder)))
+    loaded = localize(changed, read_model, say, run=folder)
+    with reading():
+        loaded = with_steps(with_linears(loaded))
     check_model(recorded.recipe, loaded.recipe, replay.start)
     check_greedy(recorded.recipe, loaded.recipe)
     if replay.last > loaded.recipe.train.steps:
