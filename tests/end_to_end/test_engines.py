@@ -125,9 +125,9 @@ def test_servers_that_die_or_freeze_come_back_with_the_current_weights(session: 
     os.kill(killed.pid, signal.SIGKILL)
     sync = session.sync.push(10)
     assert sync["sync/servers"] == 1 and sync["sync/probe_diff_max"] < 1e-4
-    scheduler = next(
-        pid for pid in process_tree(frozen.pid) if b"scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
+    named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in process_tree(frozen.pid)}
+    scheduler = next((pid for pid, name in named.items() if b"scheduler" in name), None)
+    assert scheduler is not None, f"of {named}, none is its scheduler"
     os.kill(scheduler, signal.SIGSTOP)
     # Nobody else serves: what was asked is answered by the one that comes back first, once it has version 10.
     batch, metrics = one_step(session, 10, 10)
