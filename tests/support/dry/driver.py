@@ -45,7 +45,17 @@ from megarl.rewards import check as graders_check
 from megarl.rewards import combine
 from megarl.rollout import collector
 from megarl.rollout.journal import JOURNAL
-from megarl.run import begin, epochs, preflight, servers_check, session, supervised, train
+from megarl.run import (
+    begin,
+    epochs,
+    model_check,
+    preflight,
+    rows_check,
+    servers_check,
+    session,
+    supervised,
+    train,
+)
 from megarl.run.recovery import Recoveries
 from megarl.serving import call_parser
 from megarl.serving import external as external_servers
@@ -153,7 +163,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         for module in (begin, train):
             patch.setattr(module, "Console", lambda: Console(file=io.StringIO()))
         # What takes long and is the same each time: tokenizers, and waiting for the disk.
-        for module in (preflight, epochs, servers_check, collector, pairs, sft):
+        for module in (preflight, epochs, servers_check, rows_check, model_check, collector, pairs, sft):
             patch.setattr(module, "load_tokenizer", tokenizers)
         # SGLang's parser is asked in a process of its own, for seconds.
         patch.setattr(servers_check, "check_server_args", lambda words, platform: None)
