@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+CERTAIN = -1e-6  # log-prob, of a mean token
+
 
 def bradley_terry_loss(lead: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """-(1 - e) log sigmoid(lead) - e log sigmoid(-lead): [P] float.
@@ -34,6 +36,16 @@ def ipo_loss(lead: Tensor, beta: float) -> Tensor:
     if not beta > 0:
         raise ValueError(f"beta must be above 0; got {beta}")
     return ((lead - 0.5) / beta).square()
+
+
+def log_odds(logprobs: Tensor) -> Tensor:
+    """log(p / (1 - p)) of p = exp(logprobs): [P] float, of ORPO (arXiv 2403.07691, equation 4).
+
+    logprobs: [P] float, at most 0, natural log: of an answer's mean token. Where p is nearer to 1 than CERTAIN the odds are
+    those of CERTAIN, without gradient: they would be infinite at 1.
+    """
+    bounded = logprobs.clamp(max=CERTAIN)
+    return bounded - torch.log(-torch.expm1(bounded))
 
 
 def accuracy(lead: Tensor) -> Tensor:

@@ -228,7 +228,10 @@ _METRICS: dict[str, MetricSpec] = {
     ),
     "dpo/margin": MetricSpec("nats", "chosen_reward - rejected_reward", ".3f"),
     "dpo/chosen_reward": MetricSpec(
-        "nats", "dpo.beta x (log-prob of the chosen answer - the reference's), mean over pairs", ".3f"
+        "nats",
+        "dpo.beta x (log-prob of the chosen answer - the reference's), mean over pairs; simpo: dpo.beta x log-prob a token; orpo: log "
+        "odds of the mean token",
+        ".3f",
     ),
     "dpo/rejected_reward": MetricSpec("nats", "the same of the rejected answer", ".3f"),
     "dpo/grad_norm": MetricSpec("1", "as actor/grad_norm, of a DPO run", ".3g"),

@@ -64,7 +64,7 @@ def pools_of(recipe: AnyRecipe) -> dict[str, Pool]:
 def _sections(recipe: AnyRecipe) -> dict[RoleName, Reference | Critic | RewardModel | Teacher | None]:
     """The sections of the roles beside the actor; None for those that the recipe does not ask for."""
     if isinstance(recipe, DpoRecipe):
-        return {"reference": recipe.reference}
+        return {"reference": recipe.reference if recipe.dpo.with_reference else None}
     if not isinstance(recipe, Recipe):
         return {}
     return {

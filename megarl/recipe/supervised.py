@@ -108,10 +108,19 @@ class Rm(Section):
 class Dpo(Section):
     """What a policy learns from pairs (arXiv 2305.18290)."""
 
-    loss: Literal["sigmoid", "ipo"] = Field(
-        "sigmoid", description="sigmoid: DPO's; ipo: a square around a finite lead (arXiv 2310.12036)"
+    loss: Literal["sigmoid", "ipo", "simpo", "orpo"] = Field(
+        "sigmoid",
+        description="sigmoid: DPO's; ipo: a square around a finite lead (arXiv 2310.12036); without a reference simpo (2405.14734) "
+        "and orpo (2403.07691)",
     )
-    beta: PositiveFloat = Field(0.1, description="reward = beta x log-ratio of policy and reference")
+    beta: PositiveFloat = Field(
+        0.1,
+        description="reward = beta x log-ratio of policy and reference; simpo: beta x log-prob a token; orpo: weight of the odds "
+        "ratio's loss beside the better answer's own",
+    )
+    margin: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="how far each better answer shall be ahead, beside its row's margin; gamma of simpo"
+    )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         0.0, description="share of pairs that are taken to be the wrong way round (cDPO)"
     )
@@ -122,6 +131,11 @@ class Dpo(Section):
         0.0,
         description="weight of the better answer's negative log-prob, mean over its tokens (arXiv 2404.19733, equation 1)",
     )
+
+    @property
+    def with_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference."""
+        return self.loss in ("sigmoid", "ipo")
 
 
 class SupervisedRecipe(Section):

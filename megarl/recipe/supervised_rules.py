@@ -29,14 +29,32 @@ SUPERVISED_UNREAD: tuple[Unread, ...] = (
     ),
     Unread(
         ("dpo.label_smoothing",),
-        lambda r, _: r.dpo.loss == "sigmoid",
-        "only the loss sigmoid is smoothed: set dpo.loss to sigmoid",
+        lambda r, _: r.dpo.loss != "ipo",
+        "the square of ipo is not smoothed: set dpo.loss to sigmoid, simpo or orpo",
+        DPO,
+    ),
+    Unread(
+        ("dpo.length_normalized",),
+        lambda r, _: r.dpo.with_reference,
+        "simpo and orpo go by means over tokens already: set dpo.loss to sigmoid or ipo",
+        DPO,
+    ),
+    Unread(
+        ("dpo.sft_coef",),
+        lambda r, _: r.dpo.loss != "orpo",
+        "orpo has this term already, of weight 1, and dpo.beta is the weight of the other: set another dpo.loss",
+        DPO,
+    ),
+    Unread(
+        ("reference.parallel",),
+        lambda r, _: r.dpo.with_reference,
+        "simpo and orpo have no reference: set dpo.loss to sigmoid or ipo",
         DPO,
     ),
     Unread(
         ("reference.offload",),
-        lambda r, _: r.actor.lora is None,
-        "there is no reference model of its own: set no actor.lora",
+        lambda r, _: r.dpo.with_reference and r.actor.lora is None,
+        "there is no reference model of its own: set dpo.loss to sigmoid or ipo, and no actor.lora",
         DPO,
     ),
     Unread(

@@ -41,7 +41,7 @@ def role_specs(recipe: Recipe, checked: Preflight) -> dict[str, RoleSpec]:
 def supervised_specs(recipe: SupervisedRecipe, checked: Preflight) -> dict[str, RoleSpec]:
     """Every role of a supervised run, the model under training first."""
     specs = {ACTOR: actor_spec(recipe, checked)}
-    if isinstance(recipe, DpoRecipe):
+    if isinstance(recipe, DpoRecipe) and recipe.dpo.with_reference:
         specs[REFERENCE] = _reference_spec(specs[ACTOR], recipe)
     return specs
 

@@ -66,7 +66,8 @@ def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -
         case RewardObjective(center_coef):
             return Loss(reward_fn(center_coef, over_context), frozenset(), "rm", with_entropy=False)
         case DpoObjective(chosen):
-            return Loss(dpo_fn(chosen, over_context), frozenset({"ref_logprobs"}), "dpo", with_entropy=False)
+            columns = frozenset({"ref_logprobs"} if chosen.with_reference else ())
+            return Loss(dpo_fn(chosen, over_context), columns, "dpo", with_entropy=False)
 
 
 def policy_loss(

@@ -1,4 +1,4 @@
-"""Losses over pairs of sequences: Bradley-Terry for reward models, DPO for policies. The formulas: algorithms/preference.
+"""Losses over pairs of sequences: Bradley-Terry for reward models, DPO and its kin for policies; formulas: algorithms/preference.
 
 Sequences 2i and 2i + 1 of a micro-batch are a pair (core/types.py). What is compared are sums over each sequence's masked
 positions: of a score head the mask marks the last token alone, of a policy the response. Under context parallel a rank holds
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.algorithms.preference import accuracy, bradley_terry_loss, ipo_loss
+from megarl.algorithms.preference import accuracy, bradley_terry_loss, ipo_loss, log_odds
 from megarl.algorithms.sequences import sequence_sums
 from megarl.recipe.supervised import Dpo
 from megarl.training.batch import DeviceBatch
@@ -42,29 +42,36 @@ def reward_fn(center_coef: float, over_context: OverContext) -> Callable[[TokenS
 
 
 def dpo_fn(settings: Dpo, over_context: OverContext) -> Callable[[TokenScores, DeviceBatch], LossOutput]:
-    """The loss of rewards r = beta (log-prob - reference's), summed over a response: of r_chosen - r_rejected - margin.
+    """The loss of rewards of a response, of r_chosen - r_rejected - margin.
 
-    DPO (arXiv 2305.18290, equation 7), cDPO, IPO (2310.12036, equation 17); with length_normalized the mean over the
-    response's tokens takes the place of the sum. sft_coef adds the better answer's own loss, -log-prob a token (arXiv 2404.19733,
-    equation 1). Column: ref_logprobs.
+    r = beta (log-prob - reference's), summed over a response: DPO (arXiv 2305.18290, equation 7), cDPO, IPO (2310.12036,
+    equation 17); with length_normalized the mean over the response's tokens takes the place of the sum. Column: ref_logprobs.
+    Without a reference, of the mean log-prob m of a response's tokens: r = beta m is SimPO (2405.14734, equation 6), r = the log
+    odds of m is ORPO (2403.07691, equations 6 and 7), whose loss counts beta.
+    sft_coef, 1 in ORPO, adds the better answer's own loss, -m (2404.19733, equation 1).
     over_context: sums a tensor over the ranks that hold parts of the same sequences, differentiably.
     """
-    beta = settings.beta
+    beta, weight, sft_coef = settings.beta, 1.0, settings.sft_coef
+    if settings.loss == "orpo":
+        weight, sft_coef = beta, 1.0
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
-        columns = scores.logprobs - batch.columns["ref_logprobs"], scores.logprobs, torch.ones_like(batch.mask)
+        logprobs = scores.logprobs
+        compared = logprobs - batch.columns["ref_logprobs"] if settings.with_reference else logprobs
+        columns = compared, logprobs, torch.ones_like(batch.mask)
         ratios, said, counts = over_context(torch.stack([_sums(each, batch) for each in columns]))
         counts = counts.clamp(min=1)
-        if settings.length_normalized:
+        if settings.length_normalized or not settings.with_reference:
             ratios = ratios / counts
-        chosen, rejected = _pairs(beta * ratios)
+        chosen, rejected = map(log_odds, _pairs(ratios)) if settings.loss == "orpo" else _pairs(beta * ratios)
         weights, ahead = _weights(batch), chosen - rejected
-        lead = ahead - _margins(batch)
+        lead = ahead - _margins(batch) - settings.margin
         per_pair = (
             ipo_loss(lead, beta) if settings.loss == "ipo" else bradley_terry_loss(lead, settings.label_smoothing)
         )
-        if settings.sft_coef:
-            per_pair = per_pair - settings.sft_coef * _pairs(said / counts)[0]
+        per_pair = weight * per_pair
+        if sft_coef:
+            per_pair = per_pair - sft_coef * _pairs(said / counts)[0]
         loss = (weights * per_pair).sum()
         reported = {
             "loss": per_pair,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.preference import accuracy, bradley_terry_loss, ipo_loss
+from megarl.algorithms.preference import accuracy, bradley_terry_loss, ipo_loss, log_odds
 
 LEADS = st.lists(st.floats(-30, 30), min_size=1, max_size=8)
 
@@ -59,6 +59,21 @@ def test_extreme_leads_stay_finite(size: float) -> None:
     loss = bradley_terry_loss(lead, 0.1)
     (grad,) = torch.autograd.grad(loss.sum(), lead)
     assert torch.isfinite(loss).all() and torch.isfinite(grad).all()
+
+
+def test_odds_by_hand() -> None:
+    # p = 3/4 has odds of 3, p = 1/2 of 1
+    found = log_odds(torch.tensor([math.log(0.75), math.log(0.5)], dtype=torch.float64))
+    torch.testing.assert_close(found, torch.tensor([math.log(3), 0.0], dtype=torch.float64))
+
+
+def test_odds_of_what_is_certain_stay_finite() -> None:
+    logprobs = torch.tensor([0.0, -1e-9, -1e-5, -1e4], requires_grad=True)
+    odds = log_odds(logprobs)
+    (grad,) = torch.autograd.grad(odds.sum(), logprobs)
+    assert odds.tolist() == pytest.approx([math.log(1e6), math.log(1e6), math.log(1e5), -1e4], rel=1e-4)
+    # d/dx x - log(1 - e^x) = 1 / (1 - e^x)
+    assert grad.tolist() == pytest.approx([0.0, 0.0, 1e5, 1.0], rel=1e-4)
 
 
 def test_a_tie_counts_half() -> None:

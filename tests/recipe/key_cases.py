@@ -337,7 +337,8 @@ DPO: dict[str, Sequence[str]] = {
     **_under(
         "dpo",
         {
-            "loss": ["ipo"],
+            "loss": ["ipo", "simpo", "orpo"],
+            "margin": ["0.5"],
             "beta": ["0.5"],
             "label_smoothing": ["0.2"],
             "length_normalized": ["true"],
@@ -345,6 +346,7 @@ DPO: dict[str, Sequence[str]] = {
         },
     ),
 }
+_PAIR_LOSSES = {loss: [f"dpo.loss={loss}"] for loss in ("ipo", "simpo", "orpo")}
 VALUES: dict[str, dict[str, Sequence[str]]] = {"train": TRAIN, "sft": SFT, "rm": RM, "dpo": DPO}
 
 # Configurations by name: overrides over the base recipe.
@@ -486,7 +488,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         for command, rows, extra in (
             ("sft", "demonstrations", {}),
             ("rm", "pairs", {}),
-            ("dpo", "pairs", {"ipo": ["dpo.loss=ipo"], **_role_contexts("reference")}),
+            ("dpo", "pairs", {**_PAIR_LOSSES, **_role_contexts("reference")}),
         )
     },
 }
@@ -558,7 +560,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "train": ("plain", "saves"),
     "train.keep_best": ("plain", "best"),
     "train.epochs": ("plain", "by epochs"),
-    "dpo": ("plain", "ipo"),
+    "dpo": ("plain", *_PAIR_LOSSES),
     "report": ("plain", "wandb"),
 }
 

@@ -17,7 +17,11 @@ from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
         (["eval.before=false"], ["data.eval=held_out.jsonl"]),
         (["eval.every=5"], ["data.eval=held_out.jsonl"]),
         (["dpo.loss=ipo", "dpo.label_smoothing=0.1"], ["dpo.loss=sigmoid"]),
+        (["dpo.loss=simpo", "dpo.length_normalized=true"], ["dpo.loss=ipo"]),
+        (["dpo.loss=orpo", "dpo.sft_coef=0.5"], ["dpo.loss=simpo"]),
         (["actor.lora={}", "reference.offload=[params]"], ["actor.lora=null"]),
+        (["dpo.loss=simpo", "reference.offload=[params]"], ["dpo.loss=sigmoid"]),
+        (["dpo.loss=orpo", "reference.parallel={}"], ["dpo.loss=sigmoid"]),
         (["reference.refresh_every=2"], []),
         (["deadlines.sync_s=2.0"], []),
         (["deadlines.answer_s=2.0"], []),
@@ -72,6 +76,8 @@ def test_a_reference_under_adapters_has_no_layout_of_its_own(dpo_file: Path) -> 
 def test_the_reference_has_a_layout(dpo_file: Path, rm_file: Path) -> None:
     recipe = load_recipe(dpo_file, ["cluster.devices=2", "reference.parallel.tp=2"], DpoRecipe).recipe
     assert {role: layout.tp for role, layout in role_layouts(recipe).items()} == {"actor": 1, "reference": 2}
+    for loss in ("simpo", "orpo"):
+        assert role_layouts(load_recipe(dpo_file, [f"dpo.loss={loss}"], DpoRecipe).recipe).keys() == {"actor"}
     assert role_layouts(load_recipe(rm_file, [], RmRecipe).recipe).keys() == {"actor"}
 
 

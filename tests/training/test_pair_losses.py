@@ -64,16 +64,21 @@ def dpo_loss(model, mini, settings):
             logprobs, _ = torch_loop.scores(model, side, 1.0)
             said.append(logprobs[torch.tensor(side.mask) > 0].mean())
             ratios = (logprobs - torch.tensor(side.columns["ref_logprobs"]))[torch.tensor(side.mask) > 0]
-            rewards.append(settings.beta * (ratios.mean() if settings.length_normalized else ratios.sum()))
-        lead = rewards[0] - rewards[1] - margin_of(index)
-        total = total - settings.sft_coef * said[0]
+            likelihood = torch.exp(said[-1])
+            rewards.append(
+                {
+                    "simpo": settings.beta * said[-1],
+                    "orpo": torch.log(likelihood / (1 - likelihood)),
+                }.get(settings.loss, settings.beta * (ratios.mean() if settings.length_normalized else ratios.sum()))
+            )
+        lead = rewards[0] - rewards[1] - margin_of(index) - settings.margin
+        total = total - (1 if settings.loss == "orpo" else settings.sft_coef) * said[0]
         if settings.loss == "ipo":
             total = total + (lead / settings.beta - 1 / (2 * settings.beta)) ** 2
         else:
             smoothing = settings.label_smoothing
-            total = (
-                total - (1 - smoothing) * torch.log(torch.sigmoid(lead)) - smoothing * torch.log(torch.sigmoid(-lead))
-            )
+            likelihood = (1 - smoothing) * torch.log(torch.sigmoid(lead)) + smoothing * torch.log(torch.sigmoid(-lead))
+            total = total - (settings.beta if settings.loss == "orpo" else 1) * likelihood
     return total / (len(mini) // 2)
 
 
@@ -106,8 +111,14 @@ def test_reward_updates_are_those_of_a_hand_written_loop(rank, scored):
 
 @pytest.mark.parametrize(
     "settings",
-    [DPO, Dpo(beta=0.3, loss="ipo", sft_coef=0.5), Dpo(beta=2.0, length_normalized=True)],
-    ids=["smoothed", "ipo and the better answer's own loss", "length-normalized"],
+    [
+        DPO,
+        Dpo(beta=0.3, loss="ipo", sft_coef=0.5),
+        Dpo(beta=2.0, length_normalized=True),
+        Dpo(beta=2.0, margin=0.5, loss="simpo"),
+        Dpo(beta=0.3, loss="orpo"),
+    ],
+    ids=["smoothed", "ipo and the better answer's own loss", "length-normalized", "simpo", "orpo"],
 )
 def test_dpo_updates_are_those_of_a_hand_written_loop(rank, folder, settings):
     rank.build("dpo", dpo_spec(folder, settings))
@@ -167,6 +178,15 @@ def test_dpo_without_its_reference_is_refused(rank, folder):
     for method in (rank.update, rank.evaluate):
         with pytest.raises(MegarlError, match=r"needs the columns \['ref_logprobs'\]"):
             method("dpo", shard, {})
+
+
+@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+def test_a_loss_without_a_reference_takes_no_column(rank, folder, loss):
+    rank.build("dpo", dpo_spec(folder, Dpo(loss=loss)))
+    [shard], _ = pair_shards(examples(LENGTHS, VOCAB), scored=False)
+    assert rank.evaluate("dpo", shard, {}).keys() == {
+        f"dpo/{name}" for name in ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
+    }
 
 
 def test_at_the_reference_nothing_is_ahead(rank, folder):
