@@ -1,6 +1,6 @@
-"""Losses of pairs: how far a chosen answer is ahead of a rejected one, as a number to minimise. One value a pair.
+"""Losses of preferences, to minimise: of pairs, by how far a chosen answer is ahead of a rejected one, and of single answers.
 
-What the lead is made of is for the caller: scores of a reward model, or beta times a policy's log-ratio to a reference.
+What leads and rewards are made of is for the caller: scores of a reward model, or beta times a policy's log-ratio to a reference.
 """
 
 from __future__ import annotations
@@ -48,9 +48,18 @@ def log_odds(logprobs: Tensor) -> Tensor:
     return bounded - torch.log(-torch.expm1(bounded))
 
 
-def accuracy(lead: Tensor) -> Tensor:
-    """1 where the chosen one is ahead, 1/2 where neither is, 0 otherwise: [P] float, without gradient.
+def kto_loss(lead: Tensor, weight: Tensor) -> Tensor:
+    """weight (1 - sigmoid(lead)): [S] float, of KTO (arXiv 2402.01306, equations 7 and 8).
 
-    lead: [P] float, without a margin.
+    lead: [S] float, how far an answer's reward is on the right side of beta times the KL: above it where the answer is desirable,
+    below it otherwise. weight: [S] float, lambda of the answer's label.
+    """
+    return weight * torch.sigmoid(-lead)
+
+
+def accuracy(lead: Tensor) -> Tensor:
+    """1 where the lead is above 0, 1/2 where it is 0, 0 otherwise: as many float, without gradient.
+
+    lead: float, of pairs without a margin.
     """
     return (torch.sign(lead.detach()) + 1) / 2

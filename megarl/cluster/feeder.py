@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -14,12 +14,14 @@ from megarl.cluster.runtime import Runtime
 from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.types import BatchInfo, Block, ShardPlan
-from megarl.data.pack import pack_pairs, pack_sft
+from megarl.data.pack import Packed
+from megarl.data.pack_rows import pack_pairs, pack_sft, pack_unpaired
 from megarl.data.row_set import RowSource
 from megarl.data.supervised import demonstrations_of, load_supervised, rows_by_set
+from megarl.data.unpaired import mismatched
 from megarl.models.flops import train_flops
 from megarl.models.hf_config import load_model_config
-from megarl.recipe.supervised import PairData, RmRecipe, SupervisedRecipe
+from megarl.recipe.supervised import PairData, RmRecipe, SupervisedRecipe, UnpairedData
 
 
 class FeederActor:
@@ -39,7 +41,7 @@ class FeederActor:
         return self._facts
 
     def take(self, step: int) -> tuple[BatchInfo | ShardPlan | Block, ...]:
-        """The step's rows: counts, then the plan of each shard, then its block."""
+        """The step's rows: counts, then the plan of each shard, then its block; those of mismatched rows behind them."""
         rows = self._source.take(self._recipe.train.batch_samples)
         lengths = [len(each.token_ids) for row in rows for each in demonstrations_of(row)]
         scores, frozen = isinstance(self._recipe, RmRecipe), self._recipe.actor.lora is not None
@@ -55,12 +57,14 @@ class FeederActor:
     def _packed(
         self, rows: Sequence[Any], step: int, metrics: dict[str, float]
     ) -> tuple[BatchInfo | ShardPlan | Block, ...]:
-        budget = self._recipe.actor.micro_batch_tokens
-        if isinstance(self._recipe.data, PairData):
-            scored = isinstance(self._recipe, RmRecipe)
-            packed = pack_pairs(rows, num_shards=self._num_shards, micro_batch_tokens=budget, scored=scored)
+        sizes = {"num_shards": self._num_shards, "micro_batch_tokens": self._recipe.actor.micro_batch_tokens}
+        data, others = self._recipe.data, list[Packed]()
+        if isinstance(data, PairData):
+            packed = pack_pairs(rows, scored=isinstance(self._recipe, RmRecipe), **sizes)
+        elif isinstance(data, UnpairedData):
+            packed, others = (pack_unpaired(each, **sizes) for each in (rows, mismatched(rows, data.max_tokens)))
         else:
-            packed = pack_sft(rows, num_shards=self._num_shards, micro_batch_tokens=budget)
+            packed = pack_sft(rows, **sizes)
         texts = [each for row in rows for each in demonstrations_of(row)]
         tokens, trained = sum(len(each.token_ids) for each in texts), sum(int(each.loss_mask.sum()) for each in texts)
         info = BatchInfo(
@@ -73,7 +77,7 @@ class FeederActor:
             response_tokens=trained,
             metrics=metrics,
         )
-        return (info, *(plan for plan, _ in packed), *(block for _, block in packed))
+        return (info, *_parts(packed), *_parts(others))
 
     def state(self) -> dict[str, Any]:
         """The cursor."""
@@ -84,14 +88,19 @@ class FeederActor:
         self._source.load_state(state)
 
 
+def _parts(packed: Sequence[Packed]) -> tuple[ShardPlan | Block, ...]:
+    return (*(plan for plan, _ in packed), *(block for _, block in packed))
+
+
 @dataclass(frozen=True)
 class Feeder:
-    """The driver's handle of the feeder."""
+    """The driver's handle of the feeder. mismatches: whether it gives mismatched rows beside those of a step."""
 
     worker: Worker
     waiter: Waiter
     num_shards: int
     deadline_s: float
+    mismatches: bool = False
 
     @classmethod
     def start(cls, runtime: Runtime, recipe: SupervisedRecipe, num_shards: int, waiter: Waiter) -> Feeder:
@@ -102,15 +111,20 @@ class Feeder:
         facts = waiter.wait(
             [Call(worker, handle.facts.remote())], phase="start", role="feeder", deadline_s=recipe.deadlines.start_s
         )[0]
-        return cls(Worker(handle, spec, facts), waiter, num_shards, recipe.deadlines.train_s)
+        mismatches = isinstance(recipe.data, UnpairedData)
+        return cls(Worker(handle, spec, facts), waiter, num_shards, recipe.deadlines.train_s, mismatches)
 
     def take(self, step: int) -> Batch:
         """The step's rows, packed, as references."""
-        return self._batch(self.worker.handle.take.options(num_returns=1 + 2 * self.num_shards).remote(step))
+        return self._batch(self.worker.handle.take.options(num_returns=self._num_returns).remote(step))
 
     def held_out(self) -> Batch:
         """The held-out rows, packed, as references."""
-        return self._batch(self.worker.handle.held_out.options(num_returns=1 + 2 * self.num_shards).remote())
+        return self._batch(self.worker.handle.held_out.options(num_returns=self._num_returns).remote())
+
+    @property
+    def _num_returns(self) -> int:
+        return 1 + 2 * self.num_shards * (2 if self.mismatches else 1)
 
     def state(self) -> dict[str, Any]:
         """The data cursor, for a checkpoint."""
@@ -122,9 +136,15 @@ class Feeder:
         self._call(self.worker.handle.load_state.remote(state))
 
     def _batch(self, references: Sequence[Any]) -> Batch:
-        info, *rest = references
-        plans, blocks = rest[: self.num_shards], rest[self.num_shards :]
-        return Batch(tuple(plans), tuple((block,) for block in blocks), self._call(info))
+        found, each = self._call(references[0]), 2 * self.num_shards
+        rows, *others = [
+            self._rows(references[first : first + each], found) for first in range(1, len(references), each)
+        ]
+        return replace(rows, mismatched=others[0]) if others else rows
+
+    def _rows(self, parts: Sequence[Any], info: BatchInfo) -> Batch:
+        plans, blocks = parts[: self.num_shards], parts[self.num_shards :]
+        return Batch(tuple(plans), tuple((block,) for block in blocks), info)
 
     def _call(self, ref: Any) -> Any:
         calls = [Call(self.worker, ref)]

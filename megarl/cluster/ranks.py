@@ -120,23 +120,23 @@ class RankActor:
         return (None, *shards.parts(self._rank.values(role, shards.merged())))
 
     def update(
-        self, role: str, names: tuple[str, ...], num_shards: int, num_owners: int, *parts: Any
+        self, role: str, names: tuple[str, ...], kl: float, num_shards: int, num_owners: int, *parts: Any
     ) -> dict[str, float]:
         """One optimizer step a mini-batch; metrics are the same on every rank.
 
         parts: the rank's shards, then for each name its column.
         """
-        return self._rank.update(role, *merged(names, num_shards, num_owners, parts))
+        return self._rank.update(role, *merged(names, num_shards, num_owners, parts), kl)
 
     def take_notes(self, role: str) -> list[str]:
         """What a user should read of the role's updates."""
         return self._rank.take_notes(role)
 
     def evaluate(
-        self, role: str, names: tuple[str, ...], num_shards: int, num_owners: int, *parts: Any
+        self, role: str, names: tuple[str, ...], kl: float, num_shards: int, num_owners: int, *parts: Any
     ) -> dict[str, float]:
         """What the role's loss reports, as `update` does; nothing is learned."""
-        return self._rank.evaluate(role, *merged(names, num_shards, num_owners, parts))
+        return self._rank.evaluate(role, *merged(names, num_shards, num_owners, parts), kl)
 
     def save(self, role: str, folder: Path, wait: bool) -> None:
         """Write this rank's part of a distributed checkpoint. wait: off, it is written while other calls run."""

@@ -30,13 +30,15 @@ class Batch:
     """The driver's handle of a step's samples: references, and counts.
 
     plans: one a shard. blocks: [shard][owner]; every shard has a block of every owner. numbers: one an owner, what its
-    advantages need to know of its samples; none where nobody asks for advantages.
+    advantages need to know of its samples; none where nobody asks for advantages. mismatched: the prompts of labelled answers
+    before other answers; None where the rows are no such answers.
     """
 
     plans: tuple[Any, ...]
     blocks: tuple[tuple[Any, ...], ...]
     info: BatchInfo
     numbers: tuple[Any, ...] = ()
+    mismatched: Batch | None = None
 
     @property
     def num_owners(self) -> int:
@@ -104,9 +106,12 @@ class Role:
             self.deadlines.train_s,
         )
 
-    def update(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Pending[dict[str, float]]:
-        """One optimizer step a mini-batch; returns metrics, reduced over all ranks. Columns it does not read stay away."""
-        return self._metrics("update", batch, columns).then(self._told)
+    def update(self, batch: Batch, columns: dict[str, ColumnRefs], kl: float = 0.0) -> Pending[dict[str, float]]:
+        """One optimizer step a mini-batch; returns metrics, reduced over all ranks. Columns it does not read stay away.
+
+        kl: nats, of policy and reference, for losses that ask for it.
+        """
+        return self._metrics("update", batch, columns, kl).then(self._told)
 
     def _told(self, metrics: dict[str, float]) -> dict[str, float]:
         """The same, once a user has been told what the ranks say of them."""
@@ -122,17 +127,21 @@ class Role:
                 log.warning("%s: %s", self.name, note)
         return metrics
 
-    def evaluate(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Pending[dict[str, float]]:
+    def evaluate(self, batch: Batch, columns: dict[str, ColumnRefs], kl: float = 0.0) -> Pending[dict[str, float]]:
         """What the role's loss reports of the batch, as `update` does; nothing is learned."""
-        return self._metrics("evaluate", batch, columns)
+        return self._metrics("evaluate", batch, columns, kl)
 
-    def _metrics(self, method: str, batch: Batch, columns: dict[str, ColumnRefs]) -> Pending[dict[str, float]]:
+    def _metrics(
+        self, method: str, batch: Batch, columns: dict[str, ColumnRefs], kl: float
+    ) -> Pending[dict[str, float]]:
         names = tuple(name for name in columns if name in self.reads)
 
         def remote(worker: Any, rank: int) -> Any:
             mine = [part for name in names for shard in self._mine(rank, columns[name]) for part in shard]
             num_shards, parts = len(batch.plans) // self.layout.dp, self._parts(rank, batch)
-            return getattr(worker.handle, method).remote(self.name, names, num_shards, batch.num_owners, *parts, *mine)
+            return getattr(worker.handle, method).remote(
+                self.name, names, kl, num_shards, batch.num_owners, *parts, *mine
+            )
 
         asked = self.ranks.ask(remote, method, self.name, self.deadlines.train_s)
         return asked.then(lambda results: results[0])

@@ -49,7 +49,7 @@ def copy(
 def show(
     recipe: RecipePath,
     overrides: Overrides = None,
-    kind: Annotated[str, typer.Option(help="train, sft, rm or dpo; default: by the recipe's sections.")] = "",
+    kind: Annotated[str, typer.Option(help="train, sft, rm, dpo or kto; default: by the recipe's sections.")] = "",
     essential: Annotated[
         bool, typer.Option("--essential", help="Only the keys that a user sets, with meaning.")
     ] = False,

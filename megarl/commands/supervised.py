@@ -1,4 +1,4 @@
-"""`megarl sft`, `megarl rm` and `megarl dpo`: the supervised commands."""
+"""`megarl sft`, `rm`, `dpo` and `kto`: the supervised commands."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def rm(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False, 
 
 
 def dpo(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False, go_on: GoOn = False) -> None:
-    """Train a policy on pairs of a chosen and a rejected answer, without a reward model (DPO, IPO).
+    """Train a policy on pairs of a chosen and a rejected answer, without a reward model (DPO, IPO, SimPO, ORPO).
 
-    Rows are those of `megarl rm`. The reference is the model as it was before the run.
+    Rows are those of `megarl rm`. The reference is the model as it was before the run; SimPO and ORPO (`dpo.loss`) have none.
 
     Example: megarl dpo recipes/quickstart_dpo.yaml
     """
@@ -44,3 +44,17 @@ def dpo(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False,
     from megarl.run.supervised import run_supervised
 
     run_supervised(DpoRecipe, recipe, overrides or [], resume, go_on)
+
+
+def kto(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False, go_on: GoOn = False) -> None:
+    """Train a policy on answers that are labelled one by one, without pairs and without a reward model (KTO).
+
+    Rows hold a `completion` beside a `prompt`, or a whole chat, and a `label`: true where the answer is desirable. The reference
+    is the model as it was before the run.
+
+    Example: megarl kto recipes/quickstart_kto.yaml
+    """
+    from megarl.recipe.supervised import KtoRecipe
+    from megarl.run.supervised import run_supervised
+
+    run_supervised(KtoRecipe, recipe, overrides or [], resume, go_on)

@@ -36,6 +36,7 @@ PHASES: Mapping[str, str] = MappingProxyType(
         "logprobs": "log-probs of the responses under the actor before its update",
         "reference": "log-probs of the responses under the reference; its refresh",
         "teacher": "log-probs of the responses under the teacher",
+        "kl": "log-ratios of answers behind other prompts, of which KTO's KL is estimated",
         "values": "values of the responses under the critic before its update",
         "reward_model": "scores of the responses under the reward model",
         "advantages": "advantages and returns computed from rewards and values",
@@ -229,8 +230,8 @@ _METRICS: dict[str, MetricSpec] = {
     "dpo/margin": MetricSpec("nats", "chosen_reward - rejected_reward", ".3f"),
     "dpo/chosen_reward": MetricSpec(
         "nats",
-        "dpo.beta x (log-prob of the chosen answer - the reference's), mean over pairs; simpo: dpo.beta x log-prob a token; orpo: log "
-        "odds of the mean token",
+        "dpo.beta x (log-prob of the chosen answer - the reference's), mean over pairs; simpo: dpo.beta x log-prob a token; "
+        "orpo: log odds of the mean token",
         ".3f",
     ),
     "dpo/rejected_reward": MetricSpec("nats", "the same of the rejected answer", ".3f"),
@@ -238,6 +239,30 @@ _METRICS: dict[str, MetricSpec] = {
     "dpo/grad_share_max": MetricSpec("fraction", "as actor/grad_share_max, of a DPO run", ".3f"),
     "dpo/skipped_steps": MetricSpec("optimizer steps", "as actor/skipped_steps, of a DPO run", ".0f"),
     "dpo/lr": MetricSpec("1", "as actor/lr, of a DPO run", ".2e"),
+    "kto/loss": MetricSpec(
+        "1",
+        "1 - sigmoid of how far a row's reward is on the right side of beta kl, times the label's weight; mean over rows",
+        ".4f",
+    ),
+    "kto/accuracy": MetricSpec(
+        "fraction",
+        "rows with a reward above beta kl where desirable, below it where not / rows; equal ones count half",
+        ".3f",
+    ),
+    "kto/log_ratio": MetricSpec("nats", "log-prob of the answer - the reference's, mean over rows", ".3f"),
+    "kto/kl": MetricSpec(
+        "nats",
+        "KL of the policy to the reference: mean log-ratio of answers behind other rows' prompts, at least 0",
+        ".3f",
+    ),
+    "kto/desirable_reward": MetricSpec(
+        "nats", "kto.beta x log_ratio, mean over desirable rows; none without any", ".3f"
+    ),
+    "kto/undesirable_reward": MetricSpec("nats", "the same of undesirable rows", ".3f"),
+    "kto/grad_norm": MetricSpec("1", "as actor/grad_norm, of a KTO run", ".3g"),
+    "kto/grad_share_max": MetricSpec("fraction", "as actor/grad_share_max, of a KTO run", ".3f"),
+    "kto/skipped_steps": MetricSpec("optimizer steps", "as actor/skipped_steps, of a KTO run", ".0f"),
+    "kto/lr": MetricSpec("1", "as actor/lr, of a KTO run", ".2e"),
     "eval/accuracy": MetricSpec(
         "fraction",
         "held-out samples with a reward (with eval.grader: that grader's score) of at least 0.5 / held-out samples; each prompt "
@@ -330,7 +355,12 @@ def _held_out() -> Iterator[tuple[str, MetricSpec]]:
     """What supervised runs report of the held-out rows: `rm/eval_accuracy` is `rm/accuracy` of these."""
     for name, spec in _METRICS.items():
         group, _, metric = name.partition("/")
-        if group in ("sft", "rm", "dpo") and metric not in ("grad_norm", "grad_share_max", "skipped_steps", "lr"):
+        if group in ("sft", "rm", "dpo", "kto") and metric not in (
+            "grad_norm",
+            "grad_share_max",
+            "skipped_steps",
+            "lr",
+        ):
             yield f"{group}/eval_{metric}", replace(spec, meaning=f"{name} of the held-out rows; at some steps")
 
 

@@ -17,6 +17,7 @@ _GROUPS: Mapping[str, str] = MappingProxyType(
         "sft": "Training on demonstrations.",
         "rm": "Training of a reward model on pairs.",
         "dpo": "Training of a policy on pairs.",
+        "kto": "Training of a policy on labelled answers.",
         "eval": "Held-out prompts; only at steps with an evaluation.",
         "sync": "The weights on their way to the servers.",
         "data": "The training rows.",

@@ -128,6 +128,7 @@ class MicroBatch:
     routing: RoutingArray | None = None  # [T, layers x k], experts chosen by the rollout; -1 where unknown
     # [S // 2] where sequences 2i and 2i + 1 are the chosen and the rejected one of a pair: how far the first shall be ahead.
     margins: FloatArray | None = None
+    desirable: FloatArray | None = None  # [S], 1 where a labelled answer is desirable, 0 where it is not
 
     @property
     def num_tokens(self) -> int:
@@ -168,6 +169,7 @@ class Block:
     routing: tuple[RoutingArray | None, ...] | None = None
     # [n]: at the first sequence of a pair, how far it shall be ahead; 0 at the second.
     margins: FloatArray | None = None
+    desirable: FloatArray | None = None  # [n], of labelled answers: see MicroBatch
     # [n], each [K, 2]: the position of the last label of each turn, and what the turn was worth; None where nobody asks.
     turns: tuple[FloatArray, ...] | None = None
     # [n]: how many turns lie before the first that is trained on, being too old themselves; None where none does.

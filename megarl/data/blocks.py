@@ -86,9 +86,10 @@ def row_block(
     weights: FloatArray,
     margins: FloatArray | None = None,
     *,
+    desirable: FloatArray | None = None,
     scored: bool = False,
 ) -> Block:
-    """Rows of supervised training, as `sample_block`. margins: [n] of pairs, see Block; scored: see `pack_pairs`."""
+    """Rows of supervised training, as `sample_block`. margins, desirable: [n], see Block; scored: see `pack_pairs`."""
     last = np.ones(1, np.uint8)
     memories = [
         memory_of((row.token_ids,), len(row.token_ids) - 1, last)
@@ -96,7 +97,7 @@ def row_block(
         else memory_of((row.token_ids,), 0, row.loss_mask[1:])
         for row in rows
     ]
-    return _block(memories, indices, weights, margins=margins)
+    return _block(memories, indices, weights, margins=margins, desirable=desirable)
 
 
 def _block(memories: Sequence[NDArray[np.uint8]], indices: IntArray, weights: FloatArray, **others: Any) -> Block:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -33,12 +33,8 @@ from megarl.core.types import (
     Shard,
     ShardPlan,
 )
-from megarl.data.blocks import UNKNOWN_EXPERT, joined, row_block, sample_block
+from megarl.data.blocks import UNKNOWN_EXPERT, joined, sample_block
 from megarl.data.deal import Dealt, deal_step
-
-if TYPE_CHECKING:
-    from megarl.data.pairs import Pair
-    from megarl.data.sft import Demonstration
 
 FILLER_INDEX = -1  # the `sample_index` of a filler's only sequence
 
@@ -59,7 +55,7 @@ def pack(
 
     `MicroBatch.sample_index` counts in `samples`; `FILLER_INDEX` marks a filler.
     """
-    packed = pack_samples(
+    found = pack_samples(
         samples,
         num_shards=num_shards,
         mini_batch_samples=mini_batch_samples,
@@ -67,7 +63,7 @@ def pack(
         reduction=reduction,
         max_response_tokens=max_response_tokens,
     )
-    return [assemble(plan, [block]) for plan, block in packed]
+    return [assemble(plan, [block]) for plan, block in found]
 
 
 def pack_samples(
@@ -93,60 +89,10 @@ def pack_samples(
         reduction=reduction,
         max_response_tokens=max_response_tokens,
     )
-    return _packed(dealt, lambda part, weights: sample_block([samples[index] for index in part], part, weights))
+    return packed(dealt, lambda part, weights: sample_block([samples[index] for index in part], part, weights))
 
 
-def pack_sft(demonstrations: Sequence[Demonstration], *, num_shards: int, micro_batch_tokens: int) -> list[Packed]:
-    """Demonstrations of one optimizer step, as one mini-batch whose loss is the mean over all trained tokens."""
-    counts = [int(each.loss_mask[1:].sum()) for each in demonstrations]
-    dealt = _deal_rows(demonstrations, counts, 1, num_shards, micro_batch_tokens, "token-mean")
-    return _packed(dealt, lambda part, weights: row_block([demonstrations[index] for index in part], part, weights))
-
-
-def pack_pairs(pairs: Sequence[Pair], *, num_shards: int, micro_batch_tokens: int, scored: bool) -> list[Packed]:
-    """Pairs of one optimizer step, as one mini-batch. Pair i is the sequences 2i (chosen) and 2i + 1 (rejected).
-
-    The two of a pair are neighbours in one micro-batch. The weights of a pair's positions add up to 1 / number of pairs.
-    scored: the mask marks the last token, where a score head is read; otherwise the response's labels.
-
-    No pair may be longer than `micro_batch_tokens` (the recipe check sees to it).
-    """
-    sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
-    margins = np.array([margin for pair in pairs for margin in (pair.margin, 0.0)], np.float32)
-    counts = [1 if scored else int(side.loss_mask[1:].sum()) for side in sides]
-    dealt = _deal_rows(sides, counts, 2, num_shards, micro_batch_tokens, "sequence-mean")
-
-    def block(part: IntArray, weights: FloatArray) -> Block:
-        return row_block([sides[index] for index in part], part, weights, margins[part], scored=scored)
-
-    return _packed(dealt, block)
-
-
-def _deal_rows(
-    rows: Sequence[Demonstration],
-    counts: Sequence[int],
-    together: int,
-    num_shards: int,
-    micro_batch_tokens: int,
-    reduction: Reduction,
-) -> Dealt:
-    """Rows as one mini-batch of one owner."""
-    return deal_step(
-        np.array([len(row.token_ids) for row in rows], np.int64),
-        np.array(counts, np.int64),
-        np.arange(len(rows)),
-        np.zeros(len(rows), np.int64),
-        num_owners=1,
-        num_shards=num_shards,
-        mini_batch_samples=max(together, len(rows)),
-        micro_batch_tokens=micro_batch_tokens,
-        reduction=reduction,
-        max_response_tokens=1,
-        together=together,
-    )
-
-
-def _packed(dealt: Dealt, block: Callable[[IntArray, FloatArray], Block]) -> list[Packed]:
+def packed(dealt: Dealt, block: Callable[[IntArray, FloatArray], Block]) -> list[Packed]:
     """Plans with the only owner's blocks. block: of samples of these numbers and weights."""
     [parts] = dealt.parts
     return [(plan, block(part, dealt.weights[part])) for plan, part in zip(dealt.plans, parts, strict=True)]
@@ -319,6 +265,7 @@ class _Sequences:
     weights: FloatArray
     sample_index: IntArray
     margins: FloatArray | None
+    desirable: FloatArray | None
     routing: Sequence[RoutingArray | None]
     width: int | None
     starts: Sequence[tuple[int, ...]]
@@ -336,6 +283,7 @@ class _Sequences:
             order.of_sequences([block.weights for block in blocks]),
             order.of_sequences([block.sample_index for block in blocks]),
             None if blocks[0].margins is None else order.of_sequences([block.margins for block in blocks]),
+            None if blocks[0].desirable is None else order.of_sequences([block.desirable for block in blocks]),
             [routing[place] for place in places],
             next(iter(widths), None),
             [starts[place] for place in places],
@@ -367,6 +315,7 @@ def _micro(of: _Sequences, first: int, last: int) -> MicroBatch:
         sample_index=np.repeat(of.sample_index[first:last], [1 + len(mine) for mine in starts]),
         routing=_routing(of, first, bounds),
         margins=None if of.margins is None else of.margins[first:last:2],
+        desirable=None if of.desirable is None else of.desirable[first:last],
     )
 
 
@@ -392,4 +341,5 @@ def _filler() -> MicroBatch:
         rollout_logprobs=zero,
         sample_index=np.array([FILLER_INDEX], np.int64),
         margins=np.zeros(0, np.float32),
+        desirable=zero,
     )

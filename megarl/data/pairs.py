@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from megarl.core.errors import UserError
-from megarl.data.chat import Tokenizer, load_tokenizer, row_tools
+from megarl.data.chat import Tokenizer, load_tokenizer
 from megarl.data.digests import TEMPLATE
 from megarl.data.row_set import RowSet, count_rows, load_rows
 from megarl.data.rows import Row, json_type
-from megarl.data.sft import Demonstration, Exchange, parse_answer, parse_chat, parse_prompt, tokenise
+from megarl.data.sft import Demonstration, Exchange, parse_exchange, tokenise
 from megarl.recipe.supervised import PairData
 
 
@@ -48,7 +48,10 @@ class Preference:
 
 def parse_preference(row: Row, data: PairData) -> Preference:
     """The row's two answers and their margin. Raises UserError naming file, line and field."""
-    chosen, rejected = (_answer(row, key, data) for key in (data.chosen_key, data.rejected_key))
+    chosen, rejected = (
+        parse_exchange(row, key, data.prompt_key, "one of the two answers of a pair")
+        for key in (data.chosen_key, data.rejected_key)
+    )
     if chosen.prompt != rejected.prompt:
         raise UserError(
             f"{row.where}: the chats under {data.chosen_key!r} and {data.rejected_key!r} differ before their last "
@@ -60,16 +63,6 @@ def parse_preference(row: Row, data: PairData) -> Preference:
             "learned from that. Leave the row out."
         )
     return Preference(chosen, rejected, _margin(row, data))
-
-
-def _answer(row: Row, key: str, data: PairData) -> Exchange:
-    """One side of a pair as prompt and response: a whole chat, or what follows on the row's prompt."""
-    value = row.get(key, "one of the two answers of a pair")
-    if isinstance(value, list) and not (len(value) == 1 and row.has(data.prompt_key)):
-        *prompt, last = parse_chat(row, key)
-        return Exchange(row, prompt, last, row_tools(row))
-    answer = parse_answer(row, key, "one of the two answers of a pair")
-    return Exchange(row, parse_prompt(row, data.prompt_key), answer, row_tools(row))
 
 
 def _margin(row: Row, data: PairData) -> float:

@@ -143,6 +143,19 @@ def parse_answer(row: Row, key: str, purpose: str) -> Message:
     return answer
 
 
+def parse_exchange(row: Row, key: str, prompt_key: str, purpose: str) -> Exchange:
+    """One answer as prompt and response: a whole chat under its key, or what follows on the row's prompt.
+
+    purpose: as of `parse_answer`. Raises UserError naming the place.
+    """
+    value = row.get(key, purpose)
+    if isinstance(value, list) and not (len(value) == 1 and row.has(prompt_key)):
+        *prompt, last = parse_chat(row, key)
+        return Exchange(row, prompt, last, row_tools(row))
+    answer = parse_answer(row, key, purpose)
+    return Exchange(row, parse_prompt(row, prompt_key), answer, row_tools(row))
+
+
 def _check_filled(answer: Message, row: Row, key: str) -> None:
     if _is_empty(answer):
         raise UserError(f"{row.where}, field {key!r}: the response is empty; wanted is some text.")

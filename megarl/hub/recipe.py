@@ -19,9 +19,9 @@ from megarl.recipe.dataset import is_set
 from megarl.recipe.load import Loaded
 from megarl.recipe.save import PROVENANCE_FILE
 from megarl.recipe.schema import Recipe
-from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 
-R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
+R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
 TRAIN, EVAL = "data.train", "data.eval"
 MODELS = ("model.path", "critic.path", "reward_model.path", "teacher.path")
 

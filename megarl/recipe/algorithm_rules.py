@@ -27,7 +27,7 @@ from megarl.recipe.functions import (
 from megarl.recipe.group_rules import dropped_note
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import Recipe
-from megarl.recipe.supervised import DpoRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe
 
 RL = (Recipe,)
 UNSEEN_KL = (
@@ -335,7 +335,7 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
             "under actor.lora the reference is the actor's own model without its adapters, at the actor's layout. "
             "Remove reference.parallel"
         ),
-        (Recipe, DpoRecipe),
+        (Recipe, DpoRecipe, KtoRecipe),
     ),
     Contradiction(
         "placement.pools",

@@ -6,7 +6,9 @@ prompts per step x samples per prompt = N samples -> M mini-batches of K -> micr
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from megarl.core.errors import UserError
@@ -14,7 +16,12 @@ from megarl.recipe.layouts import SHARED, num_shards, pools_of
 from megarl.recipe.roles import Optimizer, Parallel
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import PairData
+from megarl.recipe.supervised import PairData, SftData, UnpairedData
+
+Row = Literal["demonstration", "pair", "labelled answer"]
+_ROWS: Mapping[type, Row] = MappingProxyType(
+    {PairData: "pair", UnpairedData: "labelled answer", SftData: "demonstration"}
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class BatchPlan:
     epochs: int
     still: int = 0
     critic_epochs: int = 1
-    rows: Literal["demonstration", "pair"] | None = None
+    rows: Row | None = None
     given_by: str = "cluster.devices"
 
     @property
@@ -115,8 +122,8 @@ def plan_batches(recipe: AnyRecipe) -> BatchPlan:
             given_by=given_by,
         )
     else:
-        count, pairs = recipe.train.batch_samples, isinstance(recipe.data, PairData)
-        longest = recipe.data.max_tokens * (2 if pairs else 1)
+        count, data = recipe.train.batch_samples, recipe.data
+        longest = data.max_tokens * (2 if isinstance(data, PairData) else 1)
         plan = BatchPlan(
             count,
             1,
@@ -125,7 +132,7 @@ def plan_batches(recipe: AnyRecipe) -> BatchPlan:
             longest,
             *layout,
             epochs=1,
-            rows="pair" if pairs else "demonstration",
+            rows=_ROWS[type(data)],
         )
     problems = _problems(plan) or _warmup_problems(recipe, plan)
     if len(problems) == 1:
@@ -201,6 +208,7 @@ def _problems(plan: BatchPlan) -> list[str]:
     if plan.micro_batch_tokens < plan.longest:
         whole = {
             "demonstration": "sample, {} tokens (data.max_tokens), and a sample is",
+            "labelled answer": "labelled answer, {} tokens (data.max_tokens), and an answer is",
             "pair": "pair, {} tokens (twice data.max_tokens), and a pair is",
             None: "sample, {} tokens (data.max_prompt_tokens + rollout.max_response_tokens), and a sample is",
         }[plan.rows].format(plan.longest)

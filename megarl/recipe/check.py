@@ -21,9 +21,9 @@ from megarl.recipe.rule import Unread
 from megarl.recipe.rules import CONTRADICTIONS, UNREAD_RULES, longest_sample
 from megarl.recipe.sampling_rules import correction_by_default
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 
-R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
+R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
 NOTHING = Asked(frozenset(), frozenset())
 
 

@@ -9,7 +9,7 @@ from megarl.core.metrics import METRICS, row_of
 from megarl.recipe.keep import pass_counts, pass_counts_of_all
 from megarl.recipe.rule import Contradiction
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import DpoRecipe, RmRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe
 
 _SET = "eval/set/"
 _OF_AGENT = "eval/turns_mean"
@@ -27,7 +27,8 @@ def held_out_metrics(recipe: AnyRecipe, held_out_set: str = "NAME") -> list[str]
     held_out_set: whose answers to a prompt are counted.
     """
     if not isinstance(recipe, Recipe):
-        kind = "rm" if isinstance(recipe, RmRecipe) else "dpo" if isinstance(recipe, DpoRecipe) else "sft"
+        kinds = {RmRecipe: "rm", DpoRecipe: "dpo", KtoRecipe: "kto"}
+        kind = next((name for each, name in kinds.items() if isinstance(recipe, each)), "sft")
         return [name for name in METRICS if name.startswith(f"{kind}/eval_")]
     found: list[str] = []
     for name in (each for each in METRICS if each.startswith("eval/")):

@@ -9,7 +9,7 @@ from megarl.core.layout import Layout
 from megarl.recipe.placement import Pool, RoleName
 from megarl.recipe.roles import Critic, Parallel, Reference, RewardModel, Teacher
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import DpoRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, with_reference
 
 SHARED = "ranks"  # the name of the one pool, where the recipe names none
 
@@ -63,8 +63,8 @@ def pools_of(recipe: AnyRecipe) -> dict[str, Pool]:
 
 def _sections(recipe: AnyRecipe) -> dict[RoleName, Reference | Critic | RewardModel | Teacher | None]:
     """The sections of the roles beside the actor; None for those that the recipe does not ask for."""
-    if isinstance(recipe, DpoRecipe):
-        return {"reference": recipe.reference if recipe.dpo.with_reference else None}
+    if isinstance(recipe, DpoRecipe | KtoRecipe):
+        return {"reference": recipe.reference if with_reference(recipe) else None}
     if not isinstance(recipe, Recipe):
         return {}
     return {

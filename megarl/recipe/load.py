@@ -25,15 +25,17 @@ from megarl.recipe.explain import explain
 from megarl.recipe.presets import PRESETS
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import Tree, read_override, read_tree
-from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 
-R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
+R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
 # By the command that runs them.
 KINDS: Mapping[str, type[AnyRecipe]] = MappingProxyType(
-    {"train": Recipe, "sft": SftRecipe, "rm": RmRecipe, "dpo": DpoRecipe}
+    {"train": Recipe, "sft": SftRecipe, "rm": RmRecipe, "dpo": DpoRecipe, "kto": KtoRecipe}
 )
 # The section that only this kind has, and has to have; what has none of them is for sft.
-OWN_SECTIONS: Mapping[str, type[AnyRecipe]] = MappingProxyType({"rollout": Recipe, "rm": RmRecipe, "dpo": DpoRecipe})
+OWN_SECTIONS: Mapping[str, type[AnyRecipe]] = MappingProxyType(
+    {"rollout": Recipe, "rm": RmRecipe, "dpo": DpoRecipe, "kto": KtoRecipe}
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def detect_kind(path: Path, overrides: Sequence[str] = ()) -> type[AnyRecipe]:
 
 
 def command_of(kind: type[AnyRecipe]) -> str:
-    """The command that runs such recipes: `train`, `sft`, `rm` or `dpo`."""
+    """The command that runs such recipes: `train`, `sft`, `rm`, `dpo` or `kto`."""
     return next(command for command, each in KINDS.items() if each is kind)
 
 

@@ -30,7 +30,7 @@ ESSENTIAL: Mapping[str, Sequence[str]] = MappingProxyType(
             "train.steps",
         ),
         **dict.fromkeys(
-            ("sft", "rm", "dpo"),
+            ("sft", "rm", "dpo", "kto"),
             (
                 "model.path",
                 "data.train",
@@ -71,7 +71,7 @@ def page() -> str:
     for section in train.children(()):
         lines += ["", f"## {section}", *_table(train, train.leaves((section,)))]
     known = set(train.leaves())
-    for kind in ("sft", "rm", "dpo"):
+    for kind in ("sft", "rm", "dpo", "kto"):
         schema = Schema(KINDS[kind])
         own = [leaf for leaf in schema.leaves() if leaf not in known]
         lines += ["", f"## megarl {kind}: beside or instead of the above", *_table(schema, own)]

@@ -8,12 +8,12 @@ from megarl.recipe.functions import Asked
 from megarl.recipe.roles import Optimizer, Parallel
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import DpoRecipe, SupervisedRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SupervisedRecipe
 
 Kinds = tuple[type[AnyRecipe], ...]
 LAID_OUT: dict[str, Kinds] = {
     "actor": (Recipe, SupervisedRecipe),
-    "reference": (Recipe, DpoRecipe),
+    "reference": (Recipe, DpoRecipe, KtoRecipe),
     "critic": (Recipe,),
     "reward_model": (Recipe,),
     "teacher": (Recipe,),

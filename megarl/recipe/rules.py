@@ -18,7 +18,7 @@ from megarl.recipe.rollout_rules import longest_sample as longest_sample  # noqa
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.sampling_rules import SAMPLING_CONTRADICTIONS, SAMPLING_UNREAD
 from megarl.recipe.schema import Recipe
-from megarl.recipe.supervised_rules import SUPERVISED_UNREAD
+from megarl.recipe.supervised_rules import SUPERVISED_CONTRADICTIONS, SUPERVISED_UNREAD
 from megarl.recipe.sync_rules import SYNC_CONTRADICTIONS, SYNC_UNREAD
 
 # What a search decides, by role.
@@ -203,6 +203,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     *ROLE_CONTRADICTIONS,
     *SERVER_CONTRADICTIONS,
     *SAMPLING_CONTRADICTIONS,
+    *SUPERVISED_CONTRADICTIONS,
     *SYNC_CONTRADICTIONS,
     Contradiction(
         "rollout.top_k",

@@ -1,4 +1,4 @@
-"""Sections and recipes of supervised runs: demonstrations (sft), reward models (rm) and preferences (dpo)."""
+"""Sections and recipes of supervised runs: demonstrations (sft), reward models (rm), pairs (dpo), labelled answers (kto)."""
 
 from __future__ import annotations
 
@@ -46,6 +46,15 @@ class PairData(RowData):
     )
 
 
+class UnpairedData(RowData):
+    """Answers that are labelled one by one, as texts beside a prompt or as whole chats."""
+
+    response_key: str = Field("completion", description="field with the answer: text, or a whole chat")
+    label_key: str = Field(
+        "label", description="field that says whether the answer is desirable: true or false, 1 or 0"
+    )
+
+
 class HeldOut(Section):
     """The held-out rows, before, during and after; needs data.eval."""
 
@@ -58,7 +67,9 @@ class SftTrain(Section):
 
     steps: Steps = Field(0, description="optimizer steps; 0: as train.epochs says")
     epochs: Epochs = None
-    batch_samples: PositiveInt = Field(description="rows in one optimizer step: demonstrations, or pairs")
+    batch_samples: PositiveInt = Field(
+        description="rows in one optimizer step: demonstrations, pairs or labelled answers"
+    )
     save_every: PositiveInt | None = Field(None, description="steps between checkpoints; default: only at the end")
     keep_last: PositiveInt = Field(2, description="newest checkpoints kept")
     async_save: bool = Field(
@@ -110,8 +121,8 @@ class Dpo(Section):
 
     loss: Literal["sigmoid", "ipo", "simpo", "orpo"] = Field(
         "sigmoid",
-        description="sigmoid: DPO's; ipo: a square around a finite lead (arXiv 2310.12036); without a reference simpo (2405.14734) "
-        "and orpo (2403.07691)",
+        description="sigmoid: DPO's; ipo: a square around a finite lead (arXiv 2310.12036); without a reference simpo "
+        "(2405.14734) and orpo (2403.07691)",
     )
     beta: PositiveFloat = Field(
         0.1,
@@ -138,13 +149,23 @@ class Dpo(Section):
         return self.loss in ("sigmoid", "ipo")
 
 
+class Kto(Section):
+    """What a policy learns from labelled answers (arXiv 2402.01306)."""
+
+    beta: PositiveFloat = Field(0.1, description="reward = beta x log-ratio of policy and reference")
+    desirable_weight: PositiveFloat = Field(1.0, description="what the loss of a desirable answer counts (lambda_D)")
+    undesirable_weight: PositiveFloat = Field(
+        1.0, description="what the loss of an undesirable answer counts (lambda_U)"
+    )
+
+
 class SupervisedRecipe(Section):
     """What every supervised run has."""
 
     run: Run = Run()
     cluster: Cluster = Cluster()
     model: Model
-    data: SftData | PairData
+    data: SftData | PairData | UnpairedData
     actor: SftActor = SftActor()
     eval: HeldOut = HeldOut()
     train: SftTrain
@@ -171,3 +192,16 @@ class DpoRecipe(SupervisedRecipe):
     data: PairData
     dpo: Dpo
     reference: Reference = Reference()
+
+
+class KtoRecipe(SupervisedRecipe):
+    """A policy from labelled answers: `megarl kto`."""
+
+    data: UnpairedData
+    kto: Kto
+    reference: Reference = Reference()
+
+
+def with_reference(recipe: SupervisedRecipe) -> bool:
+    """Whether the run compares its policy with a reference."""
+    return isinstance(recipe, KtoRecipe) or (isinstance(recipe, DpoRecipe) and recipe.dpo.with_reference)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from megarl.recipe.rule import Unread
-from megarl.recipe.supervised import DpoRecipe, SupervisedRecipe
+from megarl.recipe.rule import Contradiction, Unread
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SupervisedRecipe, with_reference
 
 SUPERVISED = (SupervisedRecipe,)
 DPO = (DpoRecipe,)
+KTO = (KtoRecipe,)
 
 SUPERVISED_UNREAD: tuple[Unread, ...] = (
     Unread(
@@ -53,14 +54,25 @@ SUPERVISED_UNREAD: tuple[Unread, ...] = (
     ),
     Unread(
         ("reference.offload",),
-        lambda r, _: r.dpo.with_reference and r.actor.lora is None,
-        "there is no reference model of its own: set dpo.loss to sigmoid or ipo, and no actor.lora",
-        DPO,
+        lambda r, _: with_reference(r) and r.actor.lora is None,
+        "there is no reference model of its own: set no actor.lora, and in dpo.loss sigmoid or ipo",
+        DPO + KTO,
     ),
     Unread(
         ("reference.refresh_every",),
         lambda r, _: False,
-        "the reference of DPO stays what it was: it belongs to recipes of `megarl train`",
-        DPO,
+        "the reference of DPO and KTO stays what it was: it belongs to recipes of `megarl train`",
+        DPO + KTO,
+    ),
+)
+
+SUPERVISED_CONTRADICTIONS: tuple[Contradiction, ...] = (
+    Contradiction(
+        "train.batch_samples",
+        lambda r, _: r.train.batch_samples < 2,
+        lambda _: (
+            "the KL of KTO is estimated from prompts before the answers of other rows of a step. Set it to at least 2"
+        ),
+        KTO,
     ),
 )

@@ -37,12 +37,12 @@ log = get_logger(__name__)
 
 # What a line shows, in this order, where the step has it: label, metrics to look for (the first found), width.
 FIELDS: tuple[tuple[str, tuple[str, ...], int], ...] = (
-    ("loss", ("sft/loss", "rm/loss", "dpo/loss"), 7),
+    ("loss", ("sft/loss", "rm/loss", "dpo/loss", "kto/loss"), 7),
     ("reward", ("reward/mean",), 6),
-    ("acc", ("eval/accuracy", "rm/eval_accuracy", "dpo/eval_accuracy"), 5),
+    ("acc", ("eval/accuracy", "rm/eval_accuracy", "dpo/eval_accuracy", "kto/eval_accuracy"), 5),
     ("kl", ("actor/kl_loss", "actor/approx_kl"), 9),
     ("len", ("rollout/response_len_mean",), 6),
-    ("grad", ("actor/grad_norm", "rm/grad_norm", "dpo/grad_norm"), 7),
+    ("grad", ("actor/grad_norm", "rm/grad_norm", "dpo/grad_norm", "kto/grad_norm"), 7),
     ("tok/s", ("perf/tokens_per_s",), 6),
 )
 HIGHLIGHTED = ("reward", "acc")

@@ -73,16 +73,16 @@ PANELS = (
         "Loss of supervised training",
         tuple(
             Line(f"{group}/{name}", f"{label} rows", color, marker)
-            for group in ("sft", "rm", "dpo")
+            for group in ("sft", "rm", "dpo", "kto")
             for name, label, color, marker in (("loss", "training", BLUE, None), ("eval_loss", "held-out", RED, "o"))
         ),
         zero=True,
     ),
     Panel(
-        "Pairs the right way round",
+        "Pairs the right way round, labelled answers on the right side",
         tuple(
-            Line(f"{group}/{name}", f"{label} pairs", color, marker)
-            for group in ("rm", "dpo")
+            Line(f"{group}/{name}", f"{label} rows", color, marker)
+            for group in ("rm", "dpo", "kto")
             for name, label, color, marker in (
                 ("accuracy", "training", BLUE, None),
                 ("eval_accuracy", "held-out", RED, "o"),
@@ -113,7 +113,7 @@ PANELS = (
         "Gradient norm and learning rate",
         tuple(
             line
-            for group in ("actor", "rm", "dpo")
+            for group in ("actor", "rm", "dpo", "kto")
             for line in (
                 Line(f"{group}/grad_norm", "gradient norm", BLUE),
                 Line(f"{group}/lr", "learning rate (right)", ORANGE, right=True),

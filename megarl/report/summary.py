@@ -20,10 +20,12 @@ BEFORE_AND_AFTER = (
     ("held-out accuracy", "eval/accuracy"),
     ("pairs the right way round, held out", "rm/eval_accuracy"),
     ("pairs the right way round, held out", "dpo/eval_accuracy"),
+    ("answers on the right side, held out", "kto/eval_accuracy"),
     ("held-out reward", "eval/reward"),
     ("loss", "sft/loss"),
     ("loss", "rm/loss"),
     ("loss", "dpo/loss"),
+    ("loss", "kto/loss"),
     ("response length, tokens", "rollout/response_len_mean"),
     ("entropy, nats", "actor/entropy"),
 )

@@ -23,7 +23,7 @@ from megarl.placement.workload import read_model
 from megarl.recipe.load import Loaded
 from megarl.recipe.save import save_recipe
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 from megarl.report.console import Output, RunConsole
 from megarl.report.curve import draw_curve
 from megarl.report.history import METRICS_FILE, best_steps
@@ -40,7 +40,7 @@ from megarl.training.run_checkpoints import Checkpoints, Committed
 ADAPTER, CURVE, DRIVER_LOG = "adapter", "curve.png", "logs/driver.log"
 PHASE = f"logs/{PHASE_FILE}"
 
-R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
+R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
 
 log = get_logger(__name__)
 

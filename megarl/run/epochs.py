@@ -17,10 +17,10 @@ from megarl.data.supervised import load_supervised
 from megarl.recipe.check import check_recipe
 from megarl.recipe.load import Loaded
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 from megarl.run.preflight import check_model_folder
 
-R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
+R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
 
 
 def counts_rows(recipe: AnyRecipe) -> bool:

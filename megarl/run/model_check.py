@@ -14,9 +14,9 @@ from megarl.models.lora_settings import LoraSettings, adaptable
 from megarl.recipe.load import Loaded
 from megarl.recipe.roles import ALL_LINEARS
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe, SupervisedRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe, SupervisedRecipe
 
-R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe)
+R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
 
 END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3: SGLang ends a response at it whatever the configs say
 

@@ -187,7 +187,7 @@ def preflight_eval(recipe: Recipe) -> Preflight:
 def preflight_supervised(
     recipe: SupervisedRecipe, *, resume: bool = False, forgets: bool = False, here: bool = True
 ) -> Preflight:
-    """Check a run of `megarl sft`, `rm` or `dpo`, as `preflight` does. Raises UserError for the first thing that is wrong."""
+    """Check a supervised run, as `preflight` does a run of `megarl train`. Raises UserError for the first thing that is wrong."""
     with reading():
         return _preflight_supervised(recipe, check_start(recipe, resume=resume, forgets=forgets, here=here))
 

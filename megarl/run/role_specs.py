@@ -8,10 +8,11 @@ from megarl.recipe.layouts import role_layouts
 from megarl.recipe.roles import RewardModel, Teacher
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.scoring import old_logprobs_given
-from megarl.recipe.supervised import DpoRecipe, RmRecipe, SupervisedRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SupervisedRecipe, with_reference
 from megarl.run.preflight import Preflight
 from megarl.training.spec import (
     DpoObjective,
+    KtoObjective,
     Objective,
     PolicyObjective,
     RewardObjective,
@@ -41,7 +42,7 @@ def role_specs(recipe: Recipe, checked: Preflight) -> dict[str, RoleSpec]:
 def supervised_specs(recipe: SupervisedRecipe, checked: Preflight) -> dict[str, RoleSpec]:
     """Every role of a supervised run, the model under training first."""
     specs = {ACTOR: actor_spec(recipe, checked)}
-    if isinstance(recipe, DpoRecipe) and recipe.dpo.with_reference:
+    if isinstance(recipe, DpoRecipe | KtoRecipe) and with_reference(recipe):
         specs[REFERENCE] = _reference_spec(specs[ACTOR], recipe)
     return specs
 
@@ -71,10 +72,12 @@ def _objective(recipe: AnyRecipe) -> Objective:
         return PolicyObjective(recipe.algorithm, old_logprobs_given(recipe))
     if isinstance(recipe, RmRecipe):
         return RewardObjective(recipe.rm.center_coef)
+    if isinstance(recipe, KtoRecipe):
+        return KtoObjective(recipe.kto)
     return DpoObjective(recipe.dpo) if isinstance(recipe, DpoRecipe) else SftObjective()
 
 
-def _reference_spec(actor: RoleSpec, recipe: Recipe | DpoRecipe) -> RoleSpec:
+def _reference_spec(actor: RoleSpec, recipe: Recipe | DpoRecipe | KtoRecipe) -> RoleSpec:
     """Under LoRA the reference is the actor, without its adapters."""
     base = ACTOR if recipe.actor.lora else None
     return replace(_frozen(actor, REFERENCE, recipe), base_of=base, offload=recipe.reference.offload)

@@ -146,7 +146,7 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
         raise UserError(
             f"{where}: {model.architecture} has latent attention, and SGLang 0.5.21 starts with it on {platform.name} and "
             "ends at the first request (its torch attention takes no keys of another width than queries). Roles train on it: "
-            "`megarl sft`, `rm` and `dpo` start no servers. Generate on cuda, or take another model."
+            "`megarl sft`, `rm`, `dpo` and `kto` start no servers. Generate on cuda, or take another model."
         )
     if model.family in OWN_HEADS and model.tied_embeddings:
         raise UserError(

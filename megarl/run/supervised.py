@@ -1,4 +1,4 @@
-"""What `megarl sft`, `megarl rm` and `megarl dpo` do: check, start, run the loop, leave the results."""
+"""What `megarl sft`, `rm`, `dpo` and `kto` do: check, start, run the loop, leave the results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.core.scratch import Scratch
 from megarl.core.stop import StopRequest
 from megarl.models.fingerprint import fingerprint
 from megarl.recipe.load import Loaded, load_recipe
-from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 from megarl.report.history import METRICS_FILE
 from megarl.run.begin import end, finish, found, opened
 from megarl.run.preflight import preflight_supervised
@@ -17,11 +17,11 @@ from megarl.run.recorder import Devices, Recorder
 from megarl.run.recovery import Recoveries, live
 from megarl.sft import SupervisedHandles, supervise
 
-S = TypeVar("S", SftRecipe, RmRecipe, DpoRecipe)
+S = TypeVar("S", SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
 
 
 def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool, go_on: bool) -> None:
-    """`megarl sft`, `megarl rm` and `megarl dpo`."""
+    """`megarl sft`, `rm`, `dpo` and `kto`."""
     with StopRequest() as stop, Scratch.open() as scratch:
         loaded = load_recipe(path, overrides, kind)
         recoveries = Recoveries(loaded.recipe.cluster.max_recoveries, loaded.recipe.run.folder / METRICS_FILE)

@@ -38,6 +38,7 @@ class DeviceBatch:
     # [T, layers x k] int16, experts chosen by the rollout; -1 where unknown. A whole mini-batch's are on the device at once.
     routing: Tensor | None = None
     margins: Tensor | None = None  # [S // 2] float32, of all pairs, also of those that other ranks hold parts of
+    desirable: Tensor | None = None  # [S] float32, of labelled answers: see MicroBatch
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +112,7 @@ def to_device(
         columns={name: move(column, torch.float32) for name, column in columns.items()},
         routing=None if micro.routing is None else _routing(micro.routing, source, device),
         margins=None if micro.margins is None else torch.tensor(micro.margins, dtype=torch.float32, device=device),
+        desirable=None if micro.desirable is None else torch.tensor(micro.desirable, device=device),
     )
 
 
@@ -133,5 +135,6 @@ def filler(device: str, layout: Layout, names: Sequence[str]) -> DeviceBatch:
         rollout_logprobs=zero,
         sample_index=np.zeros(1, np.int64),
         margins=np.zeros(0, np.float32),
+        desirable=zero,
     )
     return to_device(one, dict.fromkeys(names, zero), device, layout, 0)

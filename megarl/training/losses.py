@@ -7,7 +7,7 @@ The mathematics is in megarl/algorithms; here it meets micro-batches, weights an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,27 +28,37 @@ from megarl.training.metrics import LossOutput
 from megarl.training.pair_losses import dpo_fn, reward_fn
 from megarl.training.spec import (
     DpoObjective,
+    KtoObjective,
     Objective,
     PolicyObjective,
     RewardObjective,
     SftObjective,
     ValueObjective,
 )
+from megarl.training.unpaired_loss import kto_fn
+
+LossFn = Callable[[TokenScores, DeviceBatch], LossOutput]
 
 
 @dataclass(frozen=True)
 class Loss:
     """A loss function, and what it has to be given. group: where the gradient norm and the learning rate are reported.
 
-    one_step: whether it is right for the first optimizer step of an update alone.
+    one_step: whether it is right for the first optimizer step of an update alone. at_kl: the function at a KL of policy and
+    reference, where it asks for one; `fn` is that at 0.
     """
 
-    fn: Callable[[TokenScores, DeviceBatch], LossOutput]
+    fn: LossFn
     columns: frozenset[str]  # names of the columns that it reads
     group: str = "actor"
     with_entropy: bool = True
     entropy_grad: bool = False
     one_step: bool = False
+    at_kl: Callable[[float], LossFn] | None = None
+
+    def at(self, kl: float) -> Loss:
+        """The loss at this KL, in nats; the same where it asks for none."""
+        return self if self.at_kl is None else replace(self, fn=self.at_kl(kl))
 
 
 def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -> Loss:
@@ -68,6 +78,9 @@ def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -
         case DpoObjective(chosen):
             columns = frozenset({"ref_logprobs"} if chosen.with_reference else ())
             return Loss(dpo_fn(chosen, over_context), columns, "dpo", with_entropy=False)
+        case KtoObjective(chosen):
+            at_kl = partial(kto_fn, chosen, over_context)
+            return Loss(at_kl(0.0), frozenset({"ref_logprobs"}), "kto", with_entropy=False, at_kl=at_kl)
 
 
 def policy_loss(

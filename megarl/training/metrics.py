@@ -24,6 +24,8 @@ class LossOutput:
     # What those weights sum to, which is then divided by: they are rounded, and a share of pairs is not above 1.
     weight: Tensor | None = None
     sums: dict[str, Tensor] = field(default_factory=dict)  # sums over trained labels: a mean over these labels
+    # Sums of weights * x over some sequences, and of the weights of these: a mean over them, and nothing where there are none.
+    means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)  # largest over trained labels
 
 
@@ -43,6 +45,9 @@ class MetricSums:
             self._add(("weight", ""), output.weight)
         for name, value in output.sums.items():
             self._add(("sum", name), value)
+        for name, (value, weight) in output.means.items():
+            self._add(("mean", name), value)
+            self._add(("mean's weight", name), weight)
         for name, value in output.maxima.items():
             key, value64 = ("max", name), value.detach().double()
             self._sums[key] = torch.maximum(self._sums.get(key, value64), value64)
@@ -78,6 +83,8 @@ class MetricSums:
         for kind, name in keys:
             if kind == "weighted":
                 result[name] = totals[kind, name] / weight
+            elif kind == "mean" and (of := totals["mean's weight", name]):
+                result[name] = totals[kind, name] / of
             elif num_tokens and kind == "sum":
                 result[name] = totals[kind, name] / num_tokens
             elif num_tokens and kind == "max":

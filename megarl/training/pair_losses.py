@@ -31,12 +31,12 @@ def reward_fn(center_coef: float, over_context: OverContext) -> Callable[[TokenS
     """
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
-        chosen, rejected = _pairs(over_context(_sums(scores.logprobs, batch)))
+        chosen, rejected = _pairs(over_context(masked_sums(scores.logprobs, batch)))
         weights, lead = _weights(batch), chosen - rejected
         per_pair = bradley_terry_loss(lead - _margins(batch)) + center_coef * (chosen + rejected).square()
         loss = (weights * per_pair).sum()
         reported = {"loss": per_pair, "accuracy": accuracy(lead), "margin": lead, "score": (chosen + rejected) / 2}
-        return LossOutput(loss, batch.mask.sum(), _reported("rm", weights, reported), weights.sum())
+        return LossOutput(loss, batch.mask.sum(), reported_as("rm", weights, reported), weights.sum())
 
     return fn
 
@@ -59,7 +59,7 @@ def dpo_fn(settings: Dpo, over_context: OverContext) -> Callable[[TokenScores, D
         logprobs = scores.logprobs
         compared = logprobs - batch.columns["ref_logprobs"] if settings.with_reference else logprobs
         columns = compared, logprobs, torch.ones_like(batch.mask)
-        ratios, said, counts = over_context(torch.stack([_sums(each, batch) for each in columns]))
+        ratios, said, counts = over_context(torch.stack([masked_sums(each, batch) for each in columns]))
         counts = counts.clamp(min=1)
         if settings.length_normalized or not settings.with_reference:
             ratios = ratios / counts
@@ -80,12 +80,12 @@ def dpo_fn(settings: Dpo, over_context: OverContext) -> Callable[[TokenScores, D
             "chosen_reward": chosen,
             "rejected_reward": rejected,
         }
-        return LossOutput(loss, batch.mask.sum(), _reported("dpo", weights, reported), weights.sum())
+        return LossOutput(loss, batch.mask.sum(), reported_as("dpo", weights, reported), weights.sum())
 
     return fn
 
 
-def _sums(values: Tensor, batch: DeviceBatch) -> Tensor:
+def masked_sums(values: Tensor, batch: DeviceBatch) -> Tensor:
     """Sum of the values at each sequence's masked positions on this rank: [S]; stops gradients elsewhere."""
     return sequence_sums(values.where(batch.mask > 0, 0), batch.sequence, len(batch.cu_seqlens) - 1)
 
@@ -98,7 +98,7 @@ def _pairs(of_sequences: Tensor) -> tuple[Tensor, Tensor]:
 
 def _weights(batch: DeviceBatch) -> Tensor:
     """What each pair counts for on this rank: [S // 2]; over all ranks and micro-batches they sum to 1."""
-    chosen, rejected = _pairs(_sums(batch.weights, batch))
+    chosen, rejected = _pairs(masked_sums(batch.weights, batch))
     return chosen + rejected
 
 
@@ -107,5 +107,6 @@ def _margins(batch: DeviceBatch) -> Tensor:
     return batch.margins
 
 
-def _reported(group: str, weights: Tensor, per_pair: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{group}/{name}": (weights * values.detach()).sum() for name, values in per_pair.items()}
+def reported_as(group: str, weights: Tensor, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What metrics of these names are the weighted sums of: weights and each of the values are [S] or of pairs."""
+    return {f"{group}/{name}": (weights * each.detach()).sum() for name, each in values.items()}

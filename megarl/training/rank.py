@@ -152,19 +152,22 @@ class Rank:
             column = engine.values(shard)
         return column if is_lead(self.rank, engine.groups.layout) else None
 
-    def update(self, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:
-        """One optimizer step for each mini-batch of the shard; metrics over all ranks, the same on each."""
+    def update(self, role: str, shard: Shard, columns: dict[str, Column], kl: float = 0.0) -> dict[str, float]:
+        """One optimizer step for each mini-batch of the shard; metrics over all ranks, the same on each.
+
+        kl: nats, of policy and reference, for losses that ask for it.
+        """
         with self.watched(role, "update"):
-            return self.engine(role).update(shard, columns, self._loss(role))
+            return self.engine(role).update(shard, columns, self._loss(role).at(kl))
 
     def take_notes(self, role: str) -> list[str]:
         """What a user should read of the role's updates since the last call."""
         return self.engine(role).take_notes()
 
-    def evaluate(self, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:
+    def evaluate(self, role: str, shard: Shard, columns: dict[str, Column], kl: float = 0.0) -> dict[str, float]:
         """What the role's loss reports of the shard, without learning from it; as `update` otherwise."""
         with self.watched(role, "evaluate"):
-            return self.engine(role).evaluate(shard, columns, self._loss(role))
+            return self.engine(role).evaluate(shard, columns, self._loss(role).at(kl))
 
     def _loss(self, role: str) -> Loss:
         if role not in self._losses:

@@ -12,7 +12,7 @@ from megarl.models.hf_dtypes import ModelDtype, StoredDtype
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Lora, Optimizer, Part
 from megarl.recipe.section import Recompute
-from megarl.recipe.supervised import Dpo
+from megarl.recipe.supervised import Dpo, Kto
 
 # Share of a squared gradient norm above which one parameter is told of.
 NEARLY_ALL = 0.99
@@ -55,7 +55,14 @@ class DpoObjective:
     settings: Dpo
 
 
-Objective = PolicyObjective | ValueObjective | SftObjective | RewardObjective | DpoObjective
+@dataclass(frozen=True)
+class KtoObjective:
+    """A policy's utility of labelled answers, by its log-ratio to a reference."""
+
+    settings: Kto
+
+
+Objective = PolicyObjective | ValueObjective | SftObjective | RewardObjective | DpoObjective | KtoObjective
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from megarl.data.pack import (
     merge_columns,
     merge_shards,
     pack,
-    pack_pairs,
-    pack_sft,
 )
+from megarl.data.pack_rows import pack_pairs, pack_sft
 from megarl.data.pairs import Pair
 from megarl.data.sft import Demonstration
 

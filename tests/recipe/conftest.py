@@ -37,6 +37,14 @@ def recipe_file(tmp_path: Path) -> Path:
 
 RM_RECIPE = SFT_RECIPE + "rm: {}\n"
 DPO_RECIPE = SFT_RECIPE + "dpo: {}\n"
+KTO_RECIPE = SFT_RECIPE + "kto: {}\n"
+
+
+@pytest.fixture
+def kto_file(tmp_path: Path) -> Path:
+    file = tmp_path / "kto.yaml"
+    file.write_text(KTO_RECIPE)
+    return file
 
 
 @pytest.fixture

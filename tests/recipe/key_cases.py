@@ -88,7 +88,7 @@ COMMON: dict[str, Sequence[str]] = {
             "keep_last": ["1"],
             "async_save": ["true"],
             "keep_every": ["1"],
-            "keep_best.metric": ["eval/reward", "rm/eval_score", "dpo/eval_margin"],
+            "keep_best.metric": ["eval/reward", "rm/eval_score", "dpo/eval_margin", "kto/eval_kl"],
             "keep_best.mode": ["min"],
             "keep_best.count": ["2"],
         },
@@ -346,8 +346,16 @@ DPO: dict[str, Sequence[str]] = {
         },
     ),
 }
+KTO: dict[str, Sequence[str]] = {
+    **_ROWS,
+    **_REFERENCE,
+    **_under("data", {"train": [f"{ROOT}/labelled2.jsonl"], "eval": [f"{ROOT}/labelled2.jsonl"]}),
+    **_under("data", {"response_key": ["reply"], "label_key": ["good"]}),
+    "actor.micro_batch_tokens": ["72"],
+    **_under("kto", {"beta": ["0.5"], "desirable_weight": ["1.5"], "undesirable_weight": ["0.5"]}),
+}
 _PAIR_LOSSES = {loss: [f"dpo.loss={loss}"] for loss in ("ipo", "simpo", "orpo")}
-VALUES: dict[str, dict[str, Sequence[str]]] = {"train": TRAIN, "sft": SFT, "rm": RM, "dpo": DPO}
+VALUES: dict[str, dict[str, Sequence[str]]] = {"train": TRAIN, "sft": SFT, "rm": RM, "dpo": DPO, "kto": KTO}
 
 # Configurations by name: overrides over the base recipe.
 _KL, _PPO = "algorithm.kl_coef=0.1", "algorithm.preset=ppo"
@@ -489,6 +497,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
             ("sft", "demonstrations", {}),
             ("rm", "pairs", {}),
             ("dpo", "pairs", {**_PAIR_LOSSES, **_role_contexts("reference")}),
+            ("kto", "labelled", _role_contexts("reference")),
         )
     },
 }
@@ -596,17 +605,20 @@ NEVER: dict[str, dict[str, str]] = {
             ("rm", {}),
         )
     },
-    "dpo": dict.fromkeys(
-        (
-            "cluster.file",
-            "deadlines.rollout_s",
-            "deadlines.sync_s",
-            "deadlines.answer_s",
-            "report.samples",
-            "reference.refresh_every",
-        ),
-        _OF_TRAIN,
-    ),
+    **{
+        command: dict.fromkeys(
+            (
+                "cluster.file",
+                "deadlines.rollout_s",
+                "deadlines.sync_s",
+                "deadlines.answer_s",
+                "report.samples",
+                "reference.refresh_every",
+            ),
+            _OF_TRAIN,
+        )
+        for command in ("dpo", "kto")
+    },
 }
 # What a platform goes through without effect, so that the same recipe runs on all: a line at the start says so.
 WITHOUT_EFFECT = {"rollout.offload": "cpu"}

@@ -138,7 +138,7 @@ def test_every_key_has_a_value_to_try(command: str) -> None:
 
 
 # The same section, in the same hands, is gone through in all its configurations for `sft`.
-SEEN_ELSEWHERE = [("rm", "actor"), ("dpo", "actor")]
+SEEN_ELSEWHERE = [("rm", "actor"), ("dpo", "actor"), ("kto", "actor")]
 SECTIONS = [
     (command, section) for command in KINDS for section in dict.fromkeys(key.split(".")[0] for key in keys_of(command))
 ]

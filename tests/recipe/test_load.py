@@ -175,9 +175,9 @@ def test_a_mistake_in_the_base_is_reported_there(tmp_path: Path, recipe_file: Pa
 
 
 def test_each_command_knows_the_recipes_of_all_others(
-    recipe_file: Path, sft_file: Path, rm_file: Path, dpo_file: Path
+    recipe_file: Path, sft_file: Path, rm_file: Path, dpo_file: Path, kto_file: Path
 ) -> None:
-    files = dict(zip(KINDS, (recipe_file, sft_file, rm_file, dpo_file), strict=True))
+    files = dict(zip(KINDS, (recipe_file, sft_file, rm_file, dpo_file, kto_file), strict=True))
     for wanted, kind in KINDS.items():
         assert command_of(detect_kind(files[wanted])) == wanted
         for command, file in files.items():

@@ -26,10 +26,10 @@ from megarl.sync.hash_report import HashReport
 from megarl.sync.sending import Sending
 from megarl.sync.session import SyncReport
 from megarl.training.manifest import HF_FOLDER, Manifest
-from megarl.training.spec import DpoObjective, RewardObjective, RoleSpec, SftObjective
+from megarl.training.spec import DpoObjective, KtoObjective, RewardObjective, RoleSpec, SftObjective
 from tests.support.dry.learning import column_of, learn
 
-EVALUATED = {SftObjective: "sft", RewardObjective: "rm", DpoObjective: "dpo"}
+EVALUATED = {SftObjective: "sft", RewardObjective: "rm", DpoObjective: "dpo", KtoObjective: "kto"}
 
 
 class Differs(BaseException):
@@ -100,26 +100,27 @@ class Rank:
         return (None, *shards.parts(column_of(role, shards.merged())))
 
     def update(
-        self, role: str, names: tuple[str, ...], num_shards: int, num_owners: int, *parts: Any
+        self, role: str, names: tuple[str, ...], kl: float, num_shards: int, num_owners: int, *parts: Any
     ) -> dict[str, float]:
-        return self._learn("update", role, *merged(names, num_shards, num_owners, parts))
+        return self._learn("update", role, *merged(names, num_shards, num_owners, parts), kl)
 
     def evaluate(
-        self, role: str, names: tuple[str, ...], num_shards: int, num_owners: int, *parts: Any
+        self, role: str, names: tuple[str, ...], kl: float, num_shards: int, num_owners: int, *parts: Any
     ) -> dict[str, float]:
         """A loss that goes down and up again, by what was learned before."""
-        self._learn("evaluate", role, *merged(names, num_shards, num_owners, parts))
+        self._learn("evaluate", role, *merged(names, num_shards, num_owners, parts), kl)
         prefix = EVALUATED[type(self._book.specs[role].objective)]
         learned = sum(method == "update" for method, *_ in self._book.told)
-        return {f"{prefix}/loss": float(learned * 7 % 4)}
+        told = {"kto/log_ratio": 0.25 * learned} if prefix == "kto" else {}
+        return {f"{prefix}/loss": float(learned * 7 % 4)} | told
 
-    def _learn(self, method: str, role: str, shard: Shard, columns: dict[str, Column]) -> dict[str, float]:
+    def _learn(self, method: str, role: str, shard: Shard, columns: dict[str, Column], kl: float) -> dict[str, float]:
         objective = self._book.specs[role].objective
         assert objective is not None, role
         if not is_lead(self._rank, self._book.specs[role].layout):
             return {}
         says = "later critic" if role == "critic" else "policy"
-        self._book.note(method, role, self._rank, learn(objective, shard, columns, role=says))
+        self._book.note(method, role, self._rank, learn(objective, shard, columns, kl, role=says))
         return {}
 
     def save(self, role: str, folder: Path, wait: bool) -> None:

@@ -189,4 +189,5 @@ def _micro(lengths: tuple[int, ...], pairs: bool) -> MicroBatch:
         rollout_logprobs=-mask,
         sample_index=np.arange(len(lengths)),
         margins=np.zeros(len(lengths) // 2, np.float32) if pairs else None,
+        desirable=np.arange(len(lengths), dtype=np.float32) % 2,
     )

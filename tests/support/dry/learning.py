@@ -40,14 +40,14 @@ def _values(role: str, micro: MicroBatch, scale: float) -> FloatArray:
 
 
 def learn(
-    objective: Objective, shard: Shard, columns: Mapping[str, Column], *, role: str = "policy"
+    objective: Objective, shard: Shard, columns: Mapping[str, Column], kl: float = 0.0, *, role: str = "policy"
 ) -> dict[str, float | tuple[float, ...]]:
     """Loss, gradients and metrics of every micro-batch; only the columns that the loss names are read.
 
     role: whose column stands for what the model says: of the policy, which has moved away from the actor's own log-probs,
     or of the critic after it has learned something.
     """
-    loss = build_loss(objective, lambda part: part)
+    loss = build_loss(objective, lambda part: part).at(kl)
     found: dict[str, float | tuple[float, ...]] = {}
     for first, mini in enumerate(shard.mini_batches):
         for second, micro in enumerate(mini.micro_batches):
@@ -57,7 +57,8 @@ def learn(
             entropy = torch.tensor(0.5 + 0.1 * np.arange(micro.num_tokens), dtype=torch.float32, requires_grad=True)
             output = loss.fn(TokenScores(says, entropy), batch)
             output.loss.backward()
-            named = {"loss": output.loss, **output.weighted, **output.sums, **output.maxima}
+            means = {name: value for name, (value, _) in output.means.items()}
+            named = {"loss": output.loss, **output.weighted, **output.sums, **means, **output.maxima}
             found |= {f"{first}.{second} {name}": rounded(value) for name, value in named.items()}
             for name, leaf in (("gradient", says), ("entropy's gradient", entropy)):
                 if leaf.grad is not None:

@@ -44,6 +44,7 @@ RECIPES = {
     "sft": SUPERVISED.replace("ROWS", "demonstrations"),
     "rm": SUPERVISED.replace("ROWS", "pairs") + "rm: {{}}\n",
     "dpo": SUPERVISED.replace("ROWS", "pairs") + "dpo: {{}}\n",
+    "kto": SUPERVISED.replace("ROWS", "labelled") + "kto: {{}}\n",
 }
 
 
@@ -64,7 +65,15 @@ def write_world(root: Path) -> None:
         _write(root / f"{name}.jsonl", [_demonstration(first + index) for index in range(8)])
     for name, first in (("pairs", 1), ("pairs2", 7)):
         _write(root / f"{name}.jsonl", [_pair(first + index) for index in range(8)])
-    for name, write, base in (("prompts", _prompt, 0), ("demonstrations", _demonstration, 3), ("pairs", _pair, 5)):
+    for name, first in (("labelled", 1), ("labelled2", 7)):
+        _write(root / f"{name}.jsonl", [_labelled(first + index) for index in range(8)])
+    kinds = (
+        ("prompts", _prompt, 0),
+        ("demonstrations", _demonstration, 3),
+        ("pairs", _pair, 5),
+        ("labelled", _labelled, 7),
+    )
+    for name, write, base in kinds:
         for place, config in enumerate(("plain", "other")):
             for split in ("train", "more", "test"):
                 file = root / "sets" / name / config / f"{split}.jsonl"
@@ -100,6 +109,13 @@ def _pair(n: int) -> dict[str, Any]:
         "rejected": worse,
     }
     return row | {"better": f"good {n}", "worse": f"bad {n}", "margin": 0.1 * n, "ahead": 1.0} | _sets(n)
+
+
+def _labelled(n: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"prompt": f"{n}", "question": f"what is {n}", "completion": f"{n}" + "!" * (n % 8)}
+    if n % 8 == 0:
+        row["completion"] = "x" * 50
+    return row | {"label": n % 3 == 0, "reply": f"it is {n}", "good": n % 2} | _sets(n)
 
 
 def _sets(n: int) -> dict[str, str]:

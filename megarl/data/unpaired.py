@@ -1,0 +1,118 @@
+"""Answers that are labelled one by one, desirable or not, tokenised as demonstrations are (sft.py).
+
+Answers are texts or single messages beside a prompt, or whole chats, of which the last message is the answer: its tokens are
+the trained ones. Not for packing (pack_rows.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.core.errors import UserError
+from megarl.data.chat import Tokenizer, load_tokenizer
+from megarl.data.digests import TEMPLATE
+from megarl.data.row_set import RowSet, count_rows, load_rows
+from megarl.data.rows import Row, json_type
+from megarl.data.sft import Demonstration, Exchange, parse_exchange, tokenise
+from megarl.recipe.supervised import UnpairedData
+
+FEWEST_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Unpaired:
+    """One row, tokenised."""
+
+    answer: Demonstration
+    desirable: bool
+
+
+@dataclass(frozen=True)
+class LabelledExchange:
+    """One row, as text."""
+
+    exchange: Exchange
+    desirable: bool
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        """What digests are made of."""
+        return {"ids": self.exchange.row.id, "texts": [*self.exchange.texts["texts"], self.desirable]}
+
+
+def parse_labelled(row: Row, data: UnpairedData) -> LabelledExchange:
+    """The row's answer and its label. Raises UserError naming file, line and field."""
+    exchange = parse_exchange(row, data.response_key, data.prompt_key, "the answer, data.response_key")
+    return LabelledExchange(exchange, _label(row, data.label_key))
+
+
+def _label(row: Row, key: str) -> bool:
+    label = row.get(key, "whether the answer is desirable, data.label_key")
+    if isinstance(label, bool) or (isinstance(label, int | float) and label in (0, 1)):
+        return bool(label)
+    found = repr(label) if isinstance(label, str | int | float) else json_type(label)
+    raise UserError(
+        f"{row.where}, field {key!r}: the label is {found}; wanted is true or 1 where the answer is desirable, false or 0 where "
+        "it is not."
+    )
+
+
+def check_unpaired(path: Path, data: UnpairedData) -> int:
+    """Check the rows of a file without a tokenizer; returns how many there are.
+
+    Raises UserError for the first row that is wrong.
+    """
+    return count_rows(path, lambda row: parse_labelled(row, data))
+
+
+def load_unpaired(path: Path, model_folder: Path, data: UnpairedData) -> RowSet[Unpaired]:
+    """Read and tokenise a whole file with the model's tokenizer; rows over data.max_tokens are counted and dropped.
+
+    Raises UserError: a malformed row, or too few left.
+    """
+    options = data.chat_template_kwargs
+    tokenizer = load_tokenizer(model_folder, options)
+    rows = load_rows(
+        path,
+        lambda row: parse_labelled(row, data),
+        lambda batch: _tokenise(batch, tokenizer),
+        lambda row: len(row.answer.token_ids),
+        data.max_tokens,
+        lambda labelled: {**labelled.texts, TEMPLATE: options},
+        lambda labelled: labelled.exchange.row.fields.get(data.mix_key),
+    )
+    if len(rows) < FEWEST_ROWS:
+        raise UserError(
+            f"{path} has {len(rows)} row within data.max_tokens={data.max_tokens}. The KL of KTO is estimated from prompts "
+            f"before the answers of other rows: give at least {FEWEST_ROWS}."
+        )
+    return rows
+
+
+def _tokenise(labelled: list[LabelledExchange], tokenizer: Tokenizer) -> list[Unpaired]:
+    answers = tokenise([each.exchange for each in labelled], tokenizer)
+    return [Unpaired(answer, each.desirable) for answer, each in zip(answers, labelled, strict=True)]
+
+
+def mismatched(rows: Sequence[Unpaired], max_tokens: int) -> list[Unpaired]:
+    """Each row's prompt before the answer of the next row, the last one's before the first's; cut at max_tokens.
+
+    From these KTO estimates how far the policy is from its reference (arXiv 2402.01306, section 4.1).
+    """
+    following = [*rows[1:], *rows[:1]]
+    return [
+        replace(row, answer=_joined(row.answer, other.answer, max_tokens))
+        for row, other in zip(rows, following, strict=True)
+    ]
+
+
+def _joined(asked: Demonstration, answered: Demonstration, max_tokens: int) -> Demonstration:
+    prompt, first = int(np.argmax(asked.loss_mask)), int(np.argmax(answered.loss_mask))
+    ids = np.concatenate([asked.token_ids[:prompt], answered.token_ids[first:]])
+    mask = np.concatenate([asked.loss_mask[:prompt], answered.loss_mask[first:]])
+    return Demonstration(asked.id, ids[:max_tokens], mask[:max_tokens])
