@@ -17,17 +17,33 @@ from megarl.recipe.supervised import HeldOut, PairData, Rm, RmRecipe, SftTrain
 from megarl.sft import SupervisedHandles, supervise
 
 
+@dataclass(frozen=True)
+class HeldOutRows:
+    """Rows of which no more is asked here than what stands beside them."""
+
+    mismatched: Any
+
+
 @dataclass
 class Recorder:
-    """Plays every part, and writes down what it is asked for."""
+    """Plays every part, and writes down what it is asked for.
+
+    others: the mismatched rows beside those that it hands out. log_ratio: what the model says of these.
+    """
 
     calls: list[Any]
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     stop_after: int = 99  # the step in which somebody asks
+    others: Any = None
+    log_ratio: float = 0.0
 
     @property
     def info(self) -> BatchInfo:
         return BatchInfo(0, 0, 2, 1, 1, 10, 10, {"data/epoch": 0.0})
+
+    @property
+    def mismatched(self) -> Any:
+        return self.others
 
     def take(self, step: int) -> Any:
         self.calls.append(("take", step))
@@ -35,19 +51,23 @@ class Recorder:
 
     def held_out(self) -> Any:
         self.calls.append("held out")
-        return "held-out rows"
+        return HeldOutRows(self.others and f"held-out {self.others}")
 
     def logprobs(self, batch: Any) -> Finished[Any]:
         self.calls.append("reference")
-        return Finished(("reference's",))
+        return Finished((f"reference's of {batch}",) if isinstance(batch, str) else ("reference's",))
 
-    def update(self, batch: Any, columns: dict[str, Any]) -> Finished[Any]:
-        self.calls.append(("update", dict(columns)))
+    def update(self, batch: Any, columns: dict[str, Any], kl: float) -> Finished[Any]:
+        self.calls.append(("update", dict(columns), *([kl] if kl else [])))
         return Finished({"rm/loss": 1.0})
 
-    def evaluate(self, batch: Any, columns: dict[str, Any]) -> Finished[Any]:
-        assert batch == "held-out rows"
-        self.calls.append(("evaluate", dict(columns)))
+    def evaluate(self, batch: Any, columns: dict[str, Any], kl: float) -> Finished[Any]:
+        if isinstance(batch, str):
+            assert kl == 0, "the estimate is the log-ratio itself"
+            self.calls.append((batch, dict(columns)))
+            return Finished({"kto/log_ratio": self.log_ratio})
+        assert isinstance(batch, HeldOutRows)
+        self.calls.append(("evaluate", dict(columns), *([kl] if kl else [])))
         return Finished({"rm/loss": 2.0, "rm/accuracy": 0.5})
 
     def end_of(self, step: int, metrics: dict[str, float], failure: str = "") -> None:
@@ -73,9 +93,9 @@ def recipe(*, held_out: bool, every: int | None = None, **train: Any) -> RmRecip
 
 
 def run(
-    settings: RmRecipe, steps_done: int = 0, *, reference: bool = False, stop_after: int = 99
+    settings: RmRecipe, steps_done: int = 0, *, reference: bool = False, stop_after: int = 99, **played: Any
 ) -> tuple[Recorder, State]:
-    recorder = Recorder([], stop_after=stop_after)
+    recorder = Recorder([], stop_after=stop_after, **played)
     handles = SupervisedHandles(recorder, recorder, recorder if reference else None, recorder, PhaseTimer())
     return recorder, supervise(handles, settings, State(steps_done, steps_done))
 
@@ -113,6 +133,21 @@ def test_the_reference_speaks_of_held_out_rows_once() -> None:
     assert recorder.calls.count("reference") == 1 + 3, "the held-out rows, and those of three steps"
     done, _ = run(recipe(held_out=True), 3, reference=True)
     assert done.calls == ["held out"], "a run that is done asks nobody"
+
+
+@pytest.mark.parametrize(("log_ratio", "kl"), [(0.75, [0.75]), (-0.75, [])])
+def test_the_kl_of_mismatched_rows_is_known_before_others_are_learned_from(log_ratio: float, kl: list[float]) -> None:
+    """By the weights of that moment; it is never below 0."""
+    recorder, _ = run(recipe(held_out=True), 2, reference=True, others="mismatched", log_ratio=log_ratio)
+    of_rows = {"ref_logprobs": ("reference's",)}
+    both = [{"ref_logprobs": (f"reference's of {name}",)} for name in ("mismatched", "held-out mismatched")]
+    assert recorder.calls[:9] == [
+        *["held out", "reference", "reference"],
+        *[("take", 3), "reference", "reference", ("mismatched", both[0]), ("update", of_rows, *kl)],
+        ("held-out mismatched", both[1]),
+    ]
+    assert recorder.calls[9] == ("evaluate", of_rows, *kl)
+    assert "perf/kl_s" in recorder.metrics[3]
 
 
 def test_a_run_that_goes_on_does_not_look_at_the_beginning_again() -> None:

@@ -18,9 +18,10 @@ from megarl.data.pack import (
     merge_shards,
     pack,
 )
-from megarl.data.pack_rows import pack_pairs, pack_sft
+from megarl.data.pack_rows import pack_pairs, pack_sft, pack_unpaired
 from megarl.data.pairs import Pair
 from megarl.data.sft import Demonstration
+from megarl.data.unpaired import Unpaired
 
 
 def make_sample(name: str, prompt: Sequence[int], response: Sequence[int], mask: Sequence[int] | None = None) -> Sample:
@@ -98,8 +99,11 @@ def test_an_array_of_a_micro_batch_has_the_declared_type() -> None:
     sample.routing = np.zeros((1, 4), np.int16)
     (shard,) = pack([sample], **options())
     (micro,) = micro_batches(shard)
-    assert micro.margins is None, "samples are no pairs"
-    micro = replace(micro, margins=micro_batches(whole(pack_pairs([make_pair(3, 2)], **pairs_options()))[0])[0].margins)
+    assert micro.margins is None and micro.desirable is None, "samples are neither pairs nor labelled"
+    [of_pairs] = micro_batches(whole(pack_pairs([make_pair(3, 2)], **pairs_options()))[0])
+    labelled = [make_labelled(1, desirable=True)]
+    [of_labelled] = micro_batches(whole(pack_unpaired(labelled, num_shards=1, micro_batch_tokens=64))[0])
+    micro = replace(micro, margins=of_pairs.margins, desirable=of_labelled.desirable)
     types = {name: str(getattr(micro, name).dtype) for name in MicroBatch.__dataclass_fields__}
     assert types == {
         "tokens": "int64",
@@ -111,6 +115,7 @@ def test_an_array_of_a_micro_batch_has_the_declared_type() -> None:
         "sample_index": "int64",
         "routing": "int16",
         "margins": "float32",
+        "desirable": "float32",
     }
 
 
@@ -371,3 +376,35 @@ def test_the_two_of_a_pair_are_neighbours_whatever_the_cut(
 def test_a_pair_over_the_budget_is_asserted() -> None:
     with pytest.raises(AssertionError, match="11 tokens that stay together, over micro_batch_tokens=10"):
         pack_pairs([make_pair(3, 4)], **pairs_options(micro_batch_tokens=10))
+
+
+def make_labelled(length: int, *, desirable: bool) -> Unpaired:
+    """An answer of so many tokens to a prompt of two."""
+    return Unpaired(make_pair(length, 1).chosen, desirable)
+
+
+def test_labelled_answers_weigh_one_over_the_rows_each() -> None:
+    rows = [make_labelled(2, desirable=True), make_labelled(1, desirable=False)]
+    (shard,) = whole(pack_unpaired(rows, num_shards=1, micro_batch_tokens=64))
+    (micro,) = micro_batches(shard)
+    assert micro.tokens.tolist() == [1, 2, 10, 11, 1, 2, 10]
+    assert micro.weights.tolist() == [0, 0.25, 0.25, 0, 0, 0.5, 0]
+    assert micro.desirable is not None and micro.desirable.tolist() == [1, 0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.booleans()), min_size=1, max_size=12),
+    st.integers(1, 4),
+)
+def test_labelled_answers_keep_their_labels_whatever_the_cut(rows: list[tuple[int, bool]], num_shards: int) -> None:
+    made = [make_labelled(length, desirable=desirable) for length, desirable in rows]
+    shards = whole(pack_unpaired(made, num_shards=num_shards, micro_batch_tokens=22))
+    found, total = {}, 0.0
+    for micro in (micro for shard in shards for micro in micro_batches(shard)):
+        assert micro.desirable is not None and len(micro.desirable) == len(micro.cu_seqlens) - 1
+        total += float(micro.weights.sum())
+        for index, length, label in zip(micro.sample_index, np.diff(micro.cu_seqlens), micro.desirable, strict=True):
+            if index != FILLER_INDEX:
+                found[int(index)] = int(length) - 2, bool(label)
+    assert [found[index] for index in range(len(rows))] == rows
+    assert total == pytest.approx(1)

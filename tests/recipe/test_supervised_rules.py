@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.recipe.batch import plan_batches
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.load import load_recipe
-from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 
 
 @pytest.mark.parametrize(
@@ -48,14 +49,17 @@ def test_held_out_rows_are_for_every_kind(sft_file: Path, rm_file: Path, kind: A
 BEST = ("data.eval=held_out.jsonl", "eval.every=2", "train.save_every=2")
 
 
-@pytest.mark.parametrize("metric", ["rm/eval_score", "dpo/eval_margin", "sft/eval_loss", "eval/accuracy"])
+@pytest.mark.parametrize(
+    "metric", ["rm/eval_score", "dpo/eval_margin", "kto/eval_kl", "sft/eval_loss", "eval/accuracy"]
+)
 def test_the_best_is_known_by_what_this_kind_of_run_writes(
-    sft_file: Path, rm_file: Path, dpo_file: Path, metric: str
+    sft_file: Path, rm_file: Path, dpo_file: Path, kto_file: Path, metric: str
 ) -> None:
     files: dict[str, tuple[Path, Any]] = {
         "sft": (sft_file, SftRecipe),
         "rm": (rm_file, RmRecipe),
         "dpo": (dpo_file, DpoRecipe),
+        "kto": (kto_file, KtoRecipe),
     }
     for name, (file, kind) in files.items():
         given = [*BEST, f"train.keep_best={{metric: {metric}}}"]
@@ -85,3 +89,15 @@ def test_the_reference_has_a_layout(dpo_file: Path, rm_file: Path) -> None:
 def test_more_than_half_of_the_pairs_cannot_be_wrong(dpo_file: Path, value: str) -> None:
     with pytest.raises(UserError, match=r"`dpo\.label_smoothing`"):
         load_recipe(dpo_file, [f"dpo.label_smoothing={value}"], DpoRecipe)
+
+
+def test_kto_asks_for_two_rows_and_has_a_reference(kto_file: Path) -> None:
+    with pytest.raises(UserError, match=r"`train\.batch_samples`.*Set it to at least 2"):
+        load_recipe(kto_file, ["train.batch_samples=1"], KtoRecipe)
+    given = ["train.batch_samples=2", "cluster.devices=2", "reference.parallel.tp=2"]
+    layouts = role_layouts(load_recipe(kto_file, given, KtoRecipe).recipe)
+    assert {role: layout.tp for role, layout in layouts.items()} == {"actor": 1, "reference": 2}
+    with pytest.raises(
+        UserError, match=r"actor\.micro_batch_tokens 100 does not hold the longest labelled answer, 200"
+    ):
+        plan_batches(load_recipe(kto_file, ["actor.micro_batch_tokens=100", "data.max_tokens=200"], KtoRecipe).recipe)

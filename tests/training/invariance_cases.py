@@ -43,6 +43,7 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("critic", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2}],
     ("reward", 2): [{"cp": 2}],  # its head is the critic's
     ("preference", 2): [{"cp": 2}],
+    ("labelled", 2): [{"cp": 2}],
     ("mla", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2, "ep": 2}],
     ("partly rotated", 2): [{"tp": 2, **SP, "ep": 2}, {"cp": 2}],
 }
@@ -81,6 +82,8 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("reward", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
     ("preference", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {}],
     ("preference", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
+    ("labelled", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {}],
+    ("labelled", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
     ("mla", 4): [{"tp": 2, **SP, "pp": 2, "vpp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
     ("partly rotated", 2): [{"pp": 2}, {"ep": 2}],
     ("partly rotated", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"pp": 2, "cp": 2}],

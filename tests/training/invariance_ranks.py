@@ -20,13 +20,14 @@ from megarl.core.layout import Layout
 from megarl.core.progress import Progress
 from megarl.core.types import Column, Shard
 from megarl.recipe.roles import Optimizer
-from megarl.recipe.supervised import Dpo
+from megarl.recipe.supervised import Dpo, Kto
 from megarl.training.rank import Rank
-from megarl.training.spec import DpoObjective, Objective, RewardObjective, ValueObjective
+from megarl.training.spec import DpoObjective, KtoObjective, Objective, RewardObjective, ValueObjective
 from tests.support.platforms import chosen
 from tests.training.harness import OPTIMIZER, actor_spec, weights
 from tests.training.invariance import (
     CRITIC,
+    LABELLED,
     PERTURBED,
     PERTURBED_FROM,
     PREFERENCE,
@@ -52,6 +53,7 @@ from tests.training.invariance_cases import (
     scored_shard,
     together_name,
 )
+from tests.training.labelled import labelled_shards
 from tests.training.pairs import pair_shards
 from tests.training.samples import Example, shards
 
@@ -65,6 +67,7 @@ OBJECTIVES: dict[str, Objective] = {
     CRITIC: ValueObjective(0.2),
     REWARD: RewardObjective(center_coef=0.05),
     PREFERENCE: DpoObjective(Dpo(beta=0.3, label_smoothing=0.1, sft_coef=0.2)),
+    LABELLED: KtoObjective(Kto(beta=0.3, desirable_weight=1.5)),
 }
 Reference = dict[str, Result]
 
@@ -119,6 +122,8 @@ class World:
         model, dp = self.models[role], self.layout(role).dp
         if model in (REWARD, PREFERENCE):
             parts, columns = pair_shards(mini, dp, micro_batches, scored=model == REWARD)
+        elif model == LABELLED:
+            parts, columns = labelled_shards(mini, dp, micro_batches, further=0.3)
         else:
             parts, columns = shards([mini], dp=dp, micro_batches=micro_batches)
         mine = 0 if same_shard else self.rank.engine(role).groups.place.dp
@@ -126,7 +131,8 @@ class World:
         if model == CRITIC:
             # Old values near the critic's own, so that the clip does not decide everything.
             given = {"values": given["advantages"], "returns": given["old_logprobs"]}
-        metrics = self.rank.update(role, parts[mine], given)
+        kl = max(0.0, self.rank.evaluate(role, parts[mine], given)["kto/log_ratio"]) if model == LABELLED else 0.0
+        metrics = self.rank.update(role, parts[mine], given, kl)
         assert self.gather(metrics) == [metrics] * self.rank.world_size
         return metrics
 

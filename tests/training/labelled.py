@@ -18,19 +18,24 @@ def is_desirable(index: int) -> bool:
 
 
 def labelled_shards(
-    mini: list[Example], dp: int = 1, micro_batches: int = 1
+    mini: list[Example], dp: int = 1, micro_batches: int = 1, *, further: float = 0.0
 ) -> tuple[list[Shard], list[dict[str, Column]]]:
-    """A mini-batch of answers assigned to dp shards, each cut into micro-batches, and the columns `ref_logprobs` of each."""
+    """A mini-batch of answers assigned to dp shards, each cut into micro-batches, and the columns `ref_logprobs` of each.
+
+    further: how much less the reference says of each token than the examples have it.
+    """
     numbered = list(enumerate(mini))
     parts, columns = [], []
     for index in range(dp):
         mine = numbered[index::dp]
         cuts = [mine[first::micro_batches] for first in range(micro_batches)]
         parts.append(Shard((MiniBatch(tuple(_pack(cut, len(mini)) for cut in cuts)),)))
-        columns.append(
-            {"ref_logprobs": [[np.concatenate([each.columns["ref_logprobs"] for _, each in cut]) for cut in cuts]]}
-        )
+        columns.append({"ref_logprobs": [[_reference(cut) - np.float32(further) for cut in cuts]]})
     return parts, columns
+
+
+def _reference(cut: list[tuple[int, Example]]) -> np.ndarray:
+    return np.concatenate([each.columns["ref_logprobs"] for _, each in cut])
 
 
 def _pack(cut: list[tuple[int, Example]], num_rows: int) -> MicroBatch:
