@@ -1,6 +1,7 @@
 """Writes preference pairs for the quickstart's task: a right answer to an addition, and a wrong one that looks like it.
 
-Two files of `prompt`, `chosen`, `rejected`: train.jsonl and eval.jsonl, and no problem is in both. A wrong answer has the sums
+Two files of `prompt`, `chosen`, `rejected`: train.jsonl and eval.jsonl, and no problem is in both. labelled_train.jsonl and
+labelled_eval.jsonl have one answer of each pair, the right and the wrong one in turn: `prompt`, `completion`, `label`. A wrong answer has the sums
 of another problem under this one's digits, carried as they come. So the figures of wrong answers are drawn as those of right
 ones are, and so are their styles: who does not compare sums with digits is right half of the time. In some pairs the two have
 different styles, so that scores can be compared across styles as well.
@@ -46,6 +47,12 @@ def prefer(problem: Problem, rng: random.Random, worked_share: float, mixed_shar
     }
 
 
+def label(number: int, pair: dict[str, str]) -> dict[str, str | bool]:
+    """One answer of the pair of that number."""
+    right = number % 2 == 0
+    return {"prompt": pair["prompt"], "completion": pair["chosen" if right else "rejected"], "label": right}
+
+
 def make_preferences(
     folder: Path,
     *,
@@ -56,7 +63,7 @@ def make_preferences(
     worked_share: float = 0.8,
     mixed_share: float = 0.5,
 ) -> None:
-    """Write train.jsonl and eval.jsonl; no problem appears twice. The same arguments give the same bytes.
+    """Write train.jsonl and eval.jsonl, and the same with labelled answers; no problem appears twice. The same arguments give the same bytes.
 
     Raises ValueError where so many digits have too few problems, or a share is not in [0, 1].
     """
@@ -73,12 +80,14 @@ def make_preferences(
     folder.mkdir(parents=True, exist_ok=True)
     for name, count in (("eval", num_eval), ("train", num_train)):
         problems = [next(source) for _ in range(count)]
-        write_jsonl(folder / f"{name}.jsonl", (prefer(p, rng, worked_share, mixed_share) for p in problems))
+        pairs = [prefer(problem, rng, worked_share, mixed_share) for problem in problems]
+        write_jsonl(folder / f"{name}.jsonl", pairs)
+        write_jsonl(folder / f"labelled_{name}.jsonl", (label(number, pair) for number, pair in enumerate(pairs)))
 
 
 def main(
     *,
-    out: Annotated[Path, typer.Option(help="Folder to write train.jsonl and eval.jsonl to; made if missing.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the files to; made if missing.")],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the pairs. The same seed gives the same bytes.")] = 1,
     digits: Annotated[int, typer.Option(min=1, max=4, help="Digits of each number.")] = 3,
     train: Annotated[int, typer.Option(min=1, help="Pairs to train on.")] = 16384,

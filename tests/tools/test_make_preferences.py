@@ -107,3 +107,12 @@ def test_the_command_writes_the_files_and_exits_with_2_on_a_bad_option(tmp_path:
     assert CliRunner().invoke(app, ["--out", out, "--train", "5", "--eval", "4"]).exit_code == 0
     assert [len(read(tmp_path / "data", name)) for name in ("train", "eval")] == [5, 4]
     assert CliRunner().invoke(app, ["--out", out, "--mixed-share", "2"]).exit_code == 2
+
+
+def test_labelled_answers_are_those_of_the_pairs_in_turn(folder: Path) -> None:
+    for name in ("train", "eval"):
+        pairs, labelled = read(folder, name), read(folder, f"labelled_{name}")
+        assert [row["prompt"] for row in labelled] == [pair["prompt"] for pair in pairs]
+        assert [row["label"] for row in labelled[:3]] == [True, False, True]
+        assert all(row["completion"] == pair["chosen"] for row, pair in zip(labelled[::2], pairs[::2], strict=True))
+        assert all(row["completion"] == pair["rejected"] for row, pair in zip(labelled[1::2], pairs[1::2], strict=True))
