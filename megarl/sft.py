@@ -107,7 +107,7 @@ def estimate_kl(handles: SupervisedHandles, scored: Scored) -> float:
     """
     if scored.rows.mismatched is None:
         return 0.0
-    with handles.timer.phase("kl"):
+    with handles.timer.phase("logprobs"):
         metrics = handles.model.evaluate(scored.rows.mismatched, scored.mismatched, 0.0).wait()
     return max(0.0, metrics["kto/log_ratio"])
 

@@ -147,7 +147,7 @@ def test_the_kl_of_mismatched_rows_is_known_before_others_are_learned_from(log_r
         ("held-out mismatched", both[1]),
     ]
     assert recorder.calls[9] == ("evaluate", of_rows, *kl)
-    assert "perf/kl_s" in recorder.metrics[3]
+    assert "perf/logprobs_s" in recorder.metrics[3]
 
 
 def test_a_run_that_goes_on_does_not_look_at_the_beginning_again() -> None:

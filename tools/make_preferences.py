@@ -1,10 +1,11 @@
 """Writes preference pairs for the quickstart's task: a right answer to an addition, and a wrong one that looks like it.
 
 Two files of `prompt`, `chosen`, `rejected`: train.jsonl and eval.jsonl, and no problem is in both. labelled_train.jsonl and
-labelled_eval.jsonl have one answer of each pair, the right and the wrong one in turn: `prompt`, `completion`, `label`. A wrong answer has the sums
-of another problem under this one's digits, carried as they come. So the figures of wrong answers are drawn as those of right
-ones are, and so are their styles: who does not compare sums with digits is right half of the time. In some pairs the two have
-different styles, so that scores can be compared across styles as well.
+labelled_eval.jsonl have one answer of each pair, the right and the wrong one in turn: `prompt`, `completion`, `label`.
+
+A wrong answer has the sums of another problem under this one's digits, carried as they come. So the figures of wrong answers are
+drawn as those of right ones are, and so are their styles: who does not compare sums with digits is right half of the time. In
+some pairs the two have different styles, so that scores can be compared across styles as well.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ def make_preferences(
     worked_share: float = 0.8,
     mixed_share: float = 0.5,
 ) -> None:
-    """Write train.jsonl and eval.jsonl, and the same with labelled answers; no problem appears twice. The same arguments give the same bytes.
+    """Write train.jsonl and eval.jsonl, and the same with labelled answers; no problem appears twice in either.
 
-    Raises ValueError where so many digits have too few problems, or a share is not in [0, 1].
+    The same arguments give the same bytes. Raises ValueError where so many digits have too few problems, or a share is not
+    in [0, 1].
     """
     for name, share in (("worked_share", worked_share), ("mixed_share", mixed_share)):
         if not 0 <= share <= 1:

@@ -10,22 +10,12 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal, get_args
 
 from megarl.core.errors import MegarlError
-
-
-@dataclass(frozen=True)
-class MetricSpec:
-    """One metric. `format` is a Python format specification, for people; files keep every digit."""
-
-    unit: str
-    meaning: str
-    format: str = ".4g"
-
+from megarl.core.supervised_metrics import SUPERVISED, MetricSpec
 
 # What a run spends its seconds on, in the order of the loop.
 PHASES: Mapping[str, str] = MappingProxyType(
@@ -33,10 +23,9 @@ PHASES: Mapping[str, str] = MappingProxyType(
         "start": "servers and ranks started, models loaded",
         "data": "rows taken and packed (supervised training)",
         "rollout": "responses generated, graded and packed",
-        "logprobs": "log-probs of the responses under the actor before its update",
+        "logprobs": "log-probs of the responses under the actor before its update; for KTO's KL, of answers behind other prompts",
         "reference": "log-probs of the responses under the reference; its refresh",
         "teacher": "log-probs of the responses under the teacher",
-        "kl": "log-ratios of answers behind other prompts, of which KTO's KL is estimated",
         "values": "values of the responses under the critic before its update",
         "reward_model": "scores of the responses under the reward model",
         "advantages": "advantages and returns computed from rewards and values",
@@ -206,63 +195,6 @@ _METRICS: dict[str, MetricSpec] = {
     "critic/grad_share_max": MetricSpec("fraction", "as actor/grad_share_max, of the critic", ".3f"),
     "critic/skipped_steps": MetricSpec("optimizer steps", "as actor/skipped_steps, of the critic", ".0f"),
     "critic/lr": MetricSpec("1", "as actor/lr, of the critic", ".2e"),
-    "sft/loss": MetricSpec("nats", "cross entropy, mean over the step's assistant tokens", ".4f"),
-    "rm/loss": MetricSpec(
-        "nats", "-log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2, mean over pairs", ".4f"
-    ),
-    "rm/accuracy": MetricSpec(
-        "fraction",
-        "pairs with the chosen answer's score above the rejected one's / pairs; equal scores count half",
-        ".3f",
-    ),
-    "rm/margin": MetricSpec("score", "chosen answer's score - rejected one's, mean over pairs", ".3f"),
-    "rm/score": MetricSpec("score", "score after an answer's last token, mean over chosen and rejected ones", ".3f"),
-    "rm/grad_norm": MetricSpec("1", "as actor/grad_norm, of the reward model", ".3g"),
-    "rm/grad_share_max": MetricSpec("fraction", "as actor/grad_share_max, of the reward model", ".3f"),
-    "rm/skipped_steps": MetricSpec("optimizer steps", "as actor/skipped_steps, of the reward model", ".0f"),
-    "rm/lr": MetricSpec("1", "as actor/lr, of the reward model", ".2e"),
-    "dpo/loss": MetricSpec("nats", "loss of pairs as dpo.loss says, mean over pairs; ipo has no unit", ".4f"),
-    "dpo/accuracy": MetricSpec(
-        "fraction",
-        "pairs with the chosen answer's reward above the rejected one's / pairs; equal ones count half",
-        ".3f",
-    ),
-    "dpo/margin": MetricSpec("nats", "chosen_reward - rejected_reward", ".3f"),
-    "dpo/chosen_reward": MetricSpec(
-        "nats",
-        "dpo.beta x (log-prob of the chosen answer - the reference's), mean over pairs; simpo: dpo.beta x log-prob a token; "
-        "orpo: log odds of the mean token",
-        ".3f",
-    ),
-    "dpo/rejected_reward": MetricSpec("nats", "the same of the rejected answer", ".3f"),
-    "dpo/grad_norm": MetricSpec("1", "as actor/grad_norm, of a DPO run", ".3g"),
-    "dpo/grad_share_max": MetricSpec("fraction", "as actor/grad_share_max, of a DPO run", ".3f"),
-    "dpo/skipped_steps": MetricSpec("optimizer steps", "as actor/skipped_steps, of a DPO run", ".0f"),
-    "dpo/lr": MetricSpec("1", "as actor/lr, of a DPO run", ".2e"),
-    "kto/loss": MetricSpec(
-        "1",
-        "1 - sigmoid of how far a row's reward is on the right side of beta kl, times the label's weight; mean over rows",
-        ".4f",
-    ),
-    "kto/accuracy": MetricSpec(
-        "fraction",
-        "rows with a reward above beta kl where desirable, below it where not / rows; equal ones count half",
-        ".3f",
-    ),
-    "kto/log_ratio": MetricSpec("nats", "log-prob of the answer - the reference's, mean over rows", ".3f"),
-    "kto/kl": MetricSpec(
-        "nats",
-        "KL of the policy to the reference: mean log-ratio of answers behind other rows' prompts, at least 0",
-        ".3f",
-    ),
-    "kto/desirable_reward": MetricSpec(
-        "nats", "kto.beta x log_ratio, mean over desirable rows; none without any", ".3f"
-    ),
-    "kto/undesirable_reward": MetricSpec("nats", "the same of undesirable rows", ".3f"),
-    "kto/grad_norm": MetricSpec("1", "as actor/grad_norm, of a KTO run", ".3g"),
-    "kto/grad_share_max": MetricSpec("fraction", "as actor/grad_share_max, of a KTO run", ".3f"),
-    "kto/skipped_steps": MetricSpec("optimizer steps", "as actor/skipped_steps, of a KTO run", ".0f"),
-    "kto/lr": MetricSpec("1", "as actor/lr, of a KTO run", ".2e"),
     "eval/accuracy": MetricSpec(
         "fraction",
         "held-out samples with a reward (with eval.grader: that grader's score) of at least 0.5 / held-out samples; each prompt "
@@ -350,21 +282,7 @@ _METRICS: dict[str, MetricSpec] = {
     ),
 }
 
-
-def _held_out() -> Iterator[tuple[str, MetricSpec]]:
-    """What supervised runs report of the held-out rows: `rm/eval_accuracy` is `rm/accuracy` of these."""
-    for name, spec in _METRICS.items():
-        group, _, metric = name.partition("/")
-        if group in ("sft", "rm", "dpo", "kto") and metric not in (
-            "grad_norm",
-            "grad_share_max",
-            "skipped_steps",
-            "lr",
-        ):
-            yield f"{group}/eval_{metric}", replace(spec, meaning=f"{name} of the held-out rows; at some steps")
-
-
-METRICS: Mapping[str, MetricSpec] = MappingProxyType(_METRICS | dict(_held_out()))
+METRICS: Mapping[str, MetricSpec] = MappingProxyType({**_METRICS, **SUPERVISED})
 _GIVEN = ("rollout/staleness/", "rollout/dropped/", "agent/truncated_by/", "agent/by/", "eval/by/")
 # What a run names, and its place in the table. A set's name may have slashes, as those of the hub.
 _ROWS = (

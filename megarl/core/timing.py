@@ -18,7 +18,7 @@ from megarl.core.progress import Done
 PHASE_FILE = "driver.phase"  # among a run's logs: the step and the phase that the driver is in
 MOST_SPANS = 10_000  # that a timer keeps, of a run that may have any number of steps
 # Phases in which the ranks compute, whatever the run.
-OF_RANKS = ("logprobs", "reference", "teacher", "values", "reward_model", "kl", "critic", "update")
+OF_RANKS = ("logprobs", "reference", "teacher", "values", "reward_model", "critic", "update")
 
 
 @dataclass(frozen=True)
