@@ -96,10 +96,10 @@ def test_columns_that_are_read_follow_the_shards(method: str) -> None:
         name: tuple(tuple(f"{name} {shard}/{owner}" for owner in range(OWNERS)) for shard in range(SHARDS))
         for name in names
     }
-    assert getattr(role, method)(BATCH, columns).wait() == {"rank": 0.0}
+    assert getattr(role, method)(BATCH, columns, 0.25).wait() == {"rank": 0.0}
     read = ("advantages", "old_logprobs")
     given = [f"{name} {shard}/{owner}" for name in read for shard in (2, 3) for owner in range(OWNERS)]
-    assert ranks[1].given == [("actor", read, 2, OWNERS, *ALL[len(ALL) // 2 :], *given)]
+    assert ranks[1].given == [("actor", read, 0.25, 2, OWNERS, *ALL[len(ALL) // 2 :], *given)]
 
 
 def step_of_three_owners() -> tuple[list[Any], Shard]:
