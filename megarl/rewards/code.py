@@ -57,7 +57,15 @@ class CodeGrader:
         """Start sandboxes. Raises UserError where this machine makes none."""
         await self._pool.start()
 
-    async def grade(self, prompt: str, response: str, answer: Answer, metadata: dict[str, Any], row: str = "") -> Grade:
+    async def grade(
+        self,
+        prompt: str,
+        response: str,
+        answer: Answer,
+        metadata: dict[str, Any],
+        row: str = "",
+        truncated: bool = False,
+    ) -> Grade:
         """Grade one response: 0 where it has no code. Raises WorkerDiedError where no sandbox can be had any more."""
         try:
             tests = read_tests(metadata, answer, self._settings.field).first(self._settings.max_tests)

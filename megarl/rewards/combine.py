@@ -123,8 +123,12 @@ class Graders:
         metadata: dict[str, Any],
         row: str = "",
         fields: Mapping[str, Any] | None = None,
+        *,
+        truncated: bool = False,
     ) -> Combined:
         """Grade one response, by those who grade its row. row: its prompt's, for messages. fields: its own; default: metadata.
+
+        truncated: whether the response ended at a limit of length, or at a budget of its episode.
 
         An episode's metadata says more than its row, and nothing of who grades it: that was checked of rows, before the start.
         Raises MegarlError where a grader can grade nothing any more.
@@ -135,7 +139,7 @@ class Graders:
         self._look_later()
         try:
             grades = await asyncio.gather(
-                *(grader.grade(prompt, response, answer, metadata, row) for grader in asked.values())
+                *(grader.grade(prompt, response, answer, metadata, row, truncated) for grader in asked.values())
             )
         finally:
             self._under_way -= 1

@@ -89,10 +89,18 @@ class Grader(Protocol):
     async def start(self) -> None:
         """Get ready; raises MegarlError where it cannot be."""
 
-    async def grade(self, prompt: str, response: str, answer: Answer, metadata: dict[str, Any], row: str = "") -> Grade:
+    async def grade(
+        self,
+        prompt: str,
+        response: str,
+        answer: Answer,
+        metadata: dict[str, Any],
+        row: str = "",
+        truncated: bool = False,
+    ) -> Grade:
         """Grade one response, within a deadline of the grader's own. What goes wrong with one is its failure.
 
-        row: its prompt's, for messages and to tell whose responses time out.
+        row: its prompt's, for messages and to tell whose responses time out. truncated: whether the response ended at a limit.
         """
 
     def oldest(self) -> UnderWay | None:

@@ -221,7 +221,15 @@ class GraderPool:
             self._starting = asyncio.create_task(self._start_all())
         await asyncio.shield(self._starting)
 
-    async def grade(self, prompt: str, response: str, answer: Answer, metadata: dict[str, Any], row: str = "") -> Grade:
+    async def grade(
+        self,
+        prompt: str,
+        response: str,
+        answer: Answer,
+        metadata: dict[str, Any],
+        row: str = "",
+        truncated: bool = False,
+    ) -> Grade:
         """Grade one response. The deadline counts from when a process takes it up, not while it waits its turn.
 
         Raises what `start` raises, also when a process that had to be replaced cannot be.
@@ -230,7 +238,7 @@ class GraderPool:
             await self.start()
         if self._broken is not None:
             raise self._broken
-        payload = pickle.dumps((prompt, response, answer, metadata), protocol=pickle.HIGHEST_PROTOCOL)
+        payload = pickle.dumps((prompt, response, answer, metadata, truncated), protocol=pickle.HIGHEST_PROTOCOL)
         job = _Job(payload, asyncio.get_running_loop().create_future(), row or str(id(payload)), time.monotonic())
         self._queue.append(job)
         self.pump_soon()

@@ -37,10 +37,20 @@ class JudgeGrader:
         except CallError as error:
             raise MegarlError(str(error)) from None
 
-    async def grade(self, prompt: str, response: str, answer: Answer, metadata: dict[str, Any], row: str = "") -> Grade:
+    async def grade(
+        self,
+        prompt: str,
+        response: str,
+        answer: Answer,
+        metadata: dict[str, Any],
+        row: str = "",
+        truncated: bool = False,
+    ) -> Grade:
         """Grade one response. The deadline counts from when the judge is asked."""
         try:
-            question = self._question(prompt=prompt, response=response, answer=answer, metadata=metadata)
+            question = self._question(
+                prompt=prompt, response=response, answer=answer, metadata=metadata, truncated=truncated
+            )
         except Exception as error:  # what a template computes may raise anything, of a row that it was not made for
             return failed(f"error: the template does not go with this row: {type(error).__name__}: {error}")
         asked_at, row = time.monotonic(), row or str(id(question))

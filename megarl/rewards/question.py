@@ -14,8 +14,9 @@ from jinja2 import meta
 from megarl.core.errors import UserError
 from megarl.recipe.reward import JSON_FIELD
 from megarl.rewards.grade import Grade, failed, number
-from megarl.rewards.resolve import PARAMETERS
+from megarl.rewards.resolve import OPTIONAL, PARAMETERS
 
+VARIABLES = (*PARAMETERS, *OPTIONAL)
 REPLY_SHOWN = 200  # characters of a reply that a failure shows
 
 THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
@@ -50,7 +51,7 @@ complete).
 
 
 def compile_template(text: str | None, key: str) -> Callable[..., str]:
-    """The function that makes a question of the keywords prompt, response, answer and metadata.
+    """The function that makes a question of the keywords prompt, response, answer, metadata and truncated.
 
     text: Jinja; None is the built-in one. key: where it stands in the recipe, for messages.
     Raises UserError: not Jinja, or other variables. The function raises jinja2.TemplateError, for example where a row's
@@ -62,12 +63,12 @@ def compile_template(text: str | None, key: str) -> Callable[..., str]:
         template = environment.from_string(text or TEMPLATE)
     except jinja2.TemplateError as error:
         raise UserError(f"`{key}`: this is no Jinja template: {error}. Correct it, or remove the key.") from None
-    for name in sorted(used - set(PARAMETERS)):
-        near = difflib.get_close_matches(name, PARAMETERS, n=1)
+    for name in sorted(used - set(VARIABLES)):
+        near = difflib.get_close_matches(name, VARIABLES, n=1)
         raise UserError(
             f"`{key}`: there is no variable {name!r}."
             + (f" Did you mean {near[0]!r}?" if near else "")
-            + f" There are {', '.join(PARAMETERS)}."
+            + f" There are {', '.join(VARIABLES)}."
         )
     return template.render
 

@@ -54,11 +54,19 @@ class RemoteGrader:
         except CallError as error:
             raise MegarlError(str(error)) from None
 
-    async def grade(self, prompt: str, response: str, answer: Answer, metadata: dict[str, Any], row: str = "") -> Grade:
+    async def grade(
+        self,
+        prompt: str,
+        response: str,
+        answer: Answer,
+        metadata: dict[str, Any],
+        row: str = "",
+        truncated: bool = False,
+    ) -> Grade:
         """Grade one response. The deadline counts from when its batch is sent."""
         if self._closed:
             raise MegarlError("the remote grader is closed")
-        item = {"prompt": prompt, "response": response, "answer": answer, "metadata": metadata}
+        item = {"prompt": prompt, "response": response, "answer": answer, "metadata": metadata, "truncated": truncated}
         job = _Job(item, asyncio.get_running_loop().create_future(), row or str(id(item)), time.monotonic())
         self._waiting.append(job)
         self._unanswered.add(job.future)

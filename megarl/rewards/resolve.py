@@ -11,11 +11,12 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
 
-# Called with the keywords prompt, response, answer, metadata. It should return a number; only calling it tells.
+# Called with the keywords of PARAMETERS, and those of OPTIONAL that it names. It should return a number; only calling it tells.
 RewardFn = Callable[..., Any]
 
 BUILT_IN = {"math": "megarl.rewards.math:math", "exact": "megarl.rewards.exact:exact"}
 PARAMETERS = ("prompt", "response", "answer", "metadata")
+OPTIONAL = ("truncated",)  # for who names them: a function that hands `**rest` on may not know them
 SIGNATURE = "(prompt: str, response: str, answer: str, metadata: dict) -> float"
 
 
@@ -41,6 +42,12 @@ def resolve_reward(fn: str, folder: Path | None = None, *, key: str = "reward.fn
     return function  # type: ignore[no-any-return]
 
 
+def asked_for(function: Callable[..., Any]) -> list[str]:
+    """Which of OPTIONAL a function has among its parameters, by name."""
+    parameters = inspect.signature(function).parameters
+    return [name for name in OPTIONAL if name in parameters]
+
+
 def _check_signature(where: str, function: object) -> None:
     wanted = f"wanted is a function {SIGNATURE}"
     if not callable(function) or inspect.isclass(function):
@@ -53,7 +60,7 @@ def _check_signature(where: str, function: object) -> None:
     except (TypeError, ValueError) as error:
         raise UserError(f"{where}: its parameters cannot be read ({error}); {wanted}.") from error
     try:
-        signature.bind(**dict.fromkeys(PARAMETERS))
+        signature.bind(**dict.fromkeys([*PARAMETERS, *asked_for(function)]))
     except TypeError as error:
         raise UserError(
             f"{where}: its parameters are {signature}, which cannot be called with the keywords "

@@ -14,14 +14,14 @@ import os
 import pickle
 import signal
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megarl.core.errors import UserError
 from megarl.data.answers import Answer
 from megarl.rewards.grade import Grade, failed, grade_of
-from megarl.rewards.resolve import RewardFn, resolve_reward
+from megarl.rewards.resolve import OPTIONAL, RewardFn, asked_for, resolve_reward
 
 HEADER = struct.Struct("<I")
 PR_SET_PDEATHSIG = 1
@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 READY = "ready"
 REFUSED = "refused"
 
-Request = tuple[str, str, str, dict[str, Any]]  # prompt, response, answer, metadata
+Request = tuple[str, str, Answer, dict[str, Any], bool]  # prompt, response, answer, metadata, truncated
 
 
 def frame(value: object) -> bytes:
@@ -39,12 +39,15 @@ def frame(value: object) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def grade(
-    function: RewardFn, wait: Callable[[Any], Any], prompt: str, response: str, answer: Answer, metadata: dict[str, Any]
-) -> Grade:
-    """The function's grade, or why there is none: `error: ...` or `not a number: ...`. wait: gives what a coroutine gives."""
+def grade(function: RewardFn, wait: Callable[[Any], Any], request: Request, optional: Collection[str] = ()) -> Grade:
+    """The function's grade, or why there is none: `error: ...` or `not a number: ...`. wait: gives what a coroutine gives.
+
+    optional: which of OPTIONAL it asks for.
+    """
+    prompt, response, answer, metadata, truncated = request
+    more = {name: value for name, value in zip(OPTIONAL, (truncated,), strict=True) if name in optional}
     try:
-        found = function(prompt=prompt, response=response, answer=answer, metadata=metadata)
+        found = function(prompt=prompt, response=response, answer=answer, metadata=metadata, **more)
         return grade_of(wait(found) if inspect.iscoroutine(found) else found)
     except (Exception, SystemExit) as error:  # a user's function may raise anything; the run goes on
         return failed(f"error: {type(error).__name__}: {_words(error)}")
@@ -81,11 +84,12 @@ class Loop:
 
 def serve(function: RewardFn, requests: BinaryIO, results: int) -> None:
     """Grade until the pipe of requests closes."""
+    optional = asked_for(function)
     with Loop() as loop:
         while header := requests.read(HEADER.size):
             (size,) = HEADER.unpack(header)
             for request in pickle.loads(requests.read(size)):
-                _write(results, grade(function, loop.run, *pickle.loads(request)))
+                _write(results, grade(function, loop.run, pickle.loads(request), optional))
 
 
 def _write(pipe: int, value: object) -> None:

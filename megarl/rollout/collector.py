@@ -306,6 +306,7 @@ class Collector:
                 prompt.metadata | sample.metadata,
                 prompt.id,
                 prompt.metadata,
+                truncated=sample.status is Status.TRUNCATED,
             )
             sample.reward += grade.reward
             sample.reward_parts = sample.reward_parts | grade.parts

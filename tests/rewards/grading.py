@@ -125,6 +125,16 @@ async def later(prompt: str, response: str, answer: str, metadata: Metadata) -> 
     return float(response == answer)
 
 
+def whole(prompt: str, response: str, answer: str, metadata: Metadata, truncated: bool) -> float:
+    """Whether the response has an end."""
+    return float(not truncated)
+
+
+def rest(response: str, **others: Any) -> float:
+    """Hands everything on to a function of the parameters that every reward function has."""
+    return share(response=response, **others)
+
+
 class Keyword:
     """A callable object."""
 

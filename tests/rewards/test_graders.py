@@ -40,6 +40,16 @@ def test_grades_come_back_to_those_who_asked() -> None:
     assert graded(responses, ":share", workers=2) == [Grade(length / 4) for length in range(300)]
 
 
+def test_a_function_that_names_it_is_told_whether_the_response_was_cut_off() -> None:
+    async def run(fn: str) -> list[Grade]:
+        async with pool(fn) as graders:
+            asked = (graders.grade("p", "aa", "aaaa", {}, truncated=truncated) for truncated in (False, True))
+            return list(await asyncio.gather(*asked))
+
+    assert asyncio.run(run(":whole")) == [Grade(1.0), Grade(0.0)]
+    assert asyncio.run(run(":rest")) == [Grade(0.5), Grade(0.5)], "what it hands on to knows no such parameter"
+
+
 def test_everything_comes_through_unchanged() -> None:
     async def run() -> Grade:
         async with pool(":echo") as graders:

@@ -26,6 +26,8 @@ def test_the_built_in_question_has_everything() -> None:
 
 def test_a_template_of_the_recipe() -> None:
     assert ask("{{ metadata.rubric }}: {{ response }}\n") == "be brief: It is 2.\n"
+    cut = "{% if truncated %}It is cut off.{% endif %}"
+    assert (ask(cut, truncated=True), ask(cut, truncated=False)) == ("It is cut off.", "")
     # What a model wrote is a value and never a template.
     assert ask("{{ response }}", response="{{ 1 + 1 }}") == "{{ 1 + 1 }}"
 

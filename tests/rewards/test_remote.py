@@ -58,10 +58,10 @@ def test_grades_come_back_to_those_who_asked_in_few_requests() -> None:
 
 def test_an_item_has_everything_that_a_rule_gets() -> None:
     async def call(grader: RemoteGrader, fake: FakeRemote) -> Any:
-        await grader.grade("p\0é", "r", "a", {"rubric": [1, None]})
+        await grader.grade("p\0é", "r", "a", {"rubric": [1, None]}, truncated=True)
         return fake.bodies
 
-    item = {"prompt": "p\0é", "response": "r", "answer": "a", "metadata": {"rubric": [1, None]}}
+    item = {"prompt": "p\0é", "response": "r", "answer": "a", "metadata": {"rubric": [1, None]}, "truncated": True}
     assert talk(FakeRemote, call) == [{"items": [item]}]
 
 

@@ -19,7 +19,7 @@ naughty = resolve_reward("grading:naughty", Path(__file__).parent)
 
 def grade(function: Callable[..., Any], *asked: Any) -> Grade:
     with Loop() as loop:
-        return worker.grade(function, loop.run, *asked)
+        return worker.grade(function, loop.run, (*asked, False))
 
 
 class Odd:
@@ -77,11 +77,12 @@ def test_a_coroutine_is_waited_for_on_one_loop_and_its_errors_are_the_functions(
 
     with Loop() as loop:
         for function in (later, functools.wraps(later)(lambda **given: later(**given))):
-            assert worker.grade(function, loop.run, "", "2", "", {}) == Grade(0.5)
-            failure = worker.grade(function, loop.run, "", "0", "", {}).failure
+            assert worker.grade(function, loop.run, ("", "2", "", {}, False)) == Grade(0.5)
+            failure = worker.grade(function, loop.run, ("", "0", "", {}, False)).failure
             assert failure == "error: ZeroDivisionError: float division by zero"
         assert len(loops) == 1
-        assert worker.grade(lambda **given: asyncio.run(later(**given)), loop.run, "", "1", "", {}) == Grade(1.0)
+        nested = worker.grade(lambda **given: asyncio.run(later(**given)), loop.run, ("", "1", "", {}, False))
+        assert nested == Grade(1.0)
 
 
 def test_the_score_is_taken_out_of_what_a_function_says_beside_it() -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 
+def whole(prompt: str, response: str, answer: str, metadata: dict[str, Any], truncated: bool) -> float:
+    """Whether the response ended by itself."""
+    return float(not truncated)
+
+
 def figured(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> dict[str, Any]:
     """Says more than the score: how far it was off, always; whether it is even, of right answers alone."""
     right = response == answer

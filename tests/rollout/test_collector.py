@@ -279,8 +279,8 @@ def test_a_sample_is_graded_while_others_are_still_generated(tmp_path: Path) -> 
     original = Graders.grade
 
     class Watched(Graders):
-        async def grade(self, *what: Any) -> Any:
-            grade = await original(self, *what)
+        async def grade(self, *what: Any, **more: Any) -> Any:
+            grade = await original(self, *what, **more)
             graded.set()
             return grade
 
@@ -317,6 +317,24 @@ def test_failed_samples_are_counted_and_left_out(tmp_path: Path) -> None:
     assert [row["reward"] for row in rows] == [None if row["status"] == "failed" else 1.0 for row in rows]
     assert info.failure.startswith("2 of 8 samples failed; the first: the server aborted it")
     assert "aborted" in next(row["failure"] for row in rows if row["status"] == "failed")
+
+
+def test_a_function_is_told_which_responses_ended_at_a_limit_in_steps_and_evaluations(tmp_path: Path) -> None:
+    """Both to the first prompt, and that to the first held-out one."""
+
+    def fake() -> FakeSglang:
+        return FakeSglang(
+            answer=lambda body: generation([5], finish="length" if body["input_ids"][0] in cut else "stop")
+        )
+
+    async def call(collector: LocalRollout, _: FakeSglang) -> Any:
+        _, info = await collector.generate(1, 0)
+        return info, await collector.evaluate(1, 0)
+
+    cut = {make_prompt(name).token_ids[0] for name in ("p0", "p8")}
+    info, held_out = collect(fake, make_recipe(tmp_path, reward={"fn": "tests.rollout.grader:whole"}), call)
+    assert (info.metrics["reward/mean"], info.metrics["rollout/truncated"]) == (6 / 8, 2 / 8)
+    assert held_out.metrics["eval/reward"] == 1 / 2
 
 
 def test_what_a_function_says_beside_its_score_is_a_metric_of_steps_and_evaluations(tmp_path: Path) -> None:

@@ -111,7 +111,9 @@ class Pool:
     async def start(self) -> None:
         return None
 
-    async def grade(self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "") -> Grade:
+    async def grade(
+        self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "", truncated: bool = False
+    ) -> Grade:
         """Two functions differ, and a response's score depends on it, but for prompts that all answer equally badly.
 
         Some responses to one prompt get no grade.
