@@ -25,9 +25,9 @@ from rich.table import Table
 from bench.load import write_checkpoint
 from bench.support.measure import in_fresh_ranks, peak, summary, write
 from megarl.core.layout import Layout
+from megarl.core.ports import free_port
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Optimizer
-from megarl.serving.process import free_port
 
 # A part gathered whole, which is what is written while training goes on, and what one round sends and takes.
 BOUND = 2.5

@@ -36,9 +36,9 @@ from transformers import LlamaConfig
 from bench.support.measure import in_fresh_ranks, peak, ratios, summary, write
 from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
+from megarl.core.ports import free_port
 from megarl.models.hf_config import load_model_config
 from megarl.models.rules import expected_tensors
-from megarl.serving.process import free_port
 from tests.support.tiny import write_tokenizer
 
 SHARE_BOUND, SPEED_BOUND = 1.1, 0.5

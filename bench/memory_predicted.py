@@ -22,8 +22,8 @@ import typer
 from bench.support.measure import in_fresh_ranks, write
 from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
+from megarl.core.ports import free_port
 from megarl.recipe.roles import Lora
-from megarl.serving.process import free_port
 from tests.placement.memory_cases import Case, Measured, config_of, measure, predict
 
 PAGE = Path(__file__).parent.parent / "docs" / "placement.md"

@@ -32,10 +32,10 @@ from bench.support.bare_load import bare_loads
 from bench.support.measure import in_fresh_process, in_fresh_ranks, write
 from megarl.core.layout import Layout
 from megarl.core.platform import get_platform, held_bytes, peak_bytes, reset_peak_bytes
+from megarl.core.ports import free_port
 from megarl.models.parts import first_copy
 from megarl.recipe.schema import Sync
 from megarl.serving.client import ServerClient, ServerEndpoint
-from megarl.serving.process import free_port
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from megarl.sync.ring import bucket_limit
 from megarl.sync.sending import Sending, TransportName

@@ -20,7 +20,7 @@ from typing import Any
 
 from bench.support.measure import write
 from megarl.core.layout import Layout
-from megarl.serving.process import free_port
+from megarl.core.ports import free_port
 from tests.support.forked_ranks import Ranks, forked_ranks
 from tests.support.forked_servers import Copies, forked_servers
 from tests.sync.hash_ranks import ROWS, Job

@@ -7,6 +7,7 @@ import platform
 import socket
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,13 +18,14 @@ from megarl.cluster.network import Echo, interface_of, probe_all
 from megarl.cluster.stacks import foreign_stack
 from megarl.core import janitor
 from megarl.core.endings import Ending, Endings
+from megarl.core.ports import kept_port
 from megarl.core.process_state import stopped_of
 from megarl.core.scratch import REGISTRY, temporary
 from megarl.core.versions import code_digest, installed
 from megarl.hub.fetch import fetch_again
-from megarl.serving.process import free_port
 
 COMPARED = ("torch", "megatron-core", "sglang", "sglang-router", "transformers", "ray", "numpy")
+PORTS_KEPT = 64  # more servers than start at once on a node
 GONE = "the process has ended"
 
 
@@ -36,6 +38,7 @@ class NodeActor:
         self._temp = Path(tempfile.mkdtemp(prefix="megarl-"))
         temporary(self._temp).mkdir()
         self._echo: Echo | None = None
+        self._kept: deque[socket.socket] = deque(maxlen=PORTS_KEPT)  # one that is pushed out is closed
         self._endings = Endings()
         janitor.start(run_id, self._temp / REGISTRY, folders=[self._temp], detached=True)
 
@@ -67,8 +70,9 @@ class NodeActor:
         return time.time()
 
     def free_port(self) -> int:
-        """A port that is free on this node's address."""
-        return free_port(self._address)
+        """A port on this node's address that whoever asked has to itself until several others have asked."""
+        self._kept.append(kept_port(self._address))
+        return int(self._kept[-1].getsockname()[1])
 
     def probe(self, peers: Sequence[tuple[str, int]], timeout_s: float) -> list[str]:
         """Reach other nodes; for each what went wrong, or nothing."""

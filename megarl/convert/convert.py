@@ -20,12 +20,12 @@ from megarl.convert.source import Source, require
 from megarl.convert.target import check_target, followed, open_target
 from megarl.core.errors import MegarlError, UserError, naming
 from megarl.core.layout import Layout
+from megarl.core.ports import kept_port
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_dtypes import Dtypes, ModelDtype, stored_dtypes
 from megarl.models.hf_files import check_weights
 from megarl.models.layout_check import check_layout
 from megarl.models.rules import expected_tensors
-from megarl.serving.process import free_port
 from megarl.training.manifest import Manifest, read_manifest, read_model_config
 
 
@@ -122,7 +122,7 @@ def _convert(
             raise UserError(f"{target} {'is' if each == target else 'holds'} the source, {each}. Name another folder.")
     check_target(target, num_bytes, force=settings.force)
     verified: list[Message] = []
-    with open_target(target) as output:
+    with open_target(target) as output, kept_port("127.0.0.1") as meet:
         if operation != "mcore-to-hf":
             output.content.mkdir()
         job = Job(
@@ -133,7 +133,7 @@ def _convert(
             layout,
             dtypes,
             casts,
-            free_port(),
+            meet.getsockname()[1],
             settings.timeout_s,
             settings.verify,
         )

@@ -26,12 +26,13 @@ from types import FrameType
 from typing import IO, Literal
 
 from megarl.core.errors import DeadlineError, MegarlError, StoppedError
+from megarl.core.ports import kept_port
 from megarl.core.ray_env import AGAIN_VARIABLE, FEW_EVENTS, HEALTH_CHECKS, RAY_ADDRESS_VARIABLE, RAY_NODES_VARIABLE
 from megarl.core.stop import STOP_SIGNAL, held_back
 from megarl.launch.node import own_address
 from megarl.launch.progress import MOST_VAIN, reached, vain_starts
 from megarl.launch.words import ALIVE_EVERY_S, Message, parse_line
-from megarl.serving.process import GUARD, free_port
+from megarl.serving.process import GUARD
 
 SILENT_S = 5 * ALIVE_EVERY_S  # a node that says nothing for so long is lost
 # One process a node has all of the job's CPUs there: some SLURMs would bind it to one (TaskPluginParam=autobind).
@@ -176,7 +177,8 @@ class Leader:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         peers = allocation.nodes[1:]
         self._address = reached_address(peers[0]) if peers else "127.0.0.1"
-        self._head = f"{self._address}:{free_port(self._address)}"
+        self._port = kept_port(self._address)  # until Ray's head listens there
+        self._head = f"{self._address}:{self._port.getsockname()[1]}"
         self._ended = False  # SLURM has asked for the end of the job
 
     def run(self) -> int:
@@ -192,6 +194,7 @@ class Leader:
         lost: list[str] = []
         try:
             self._await_nodes(nodes)
+            self._port.close()
             self._note("nodes ready")
             code = self._drive(nodes)
             if code not in (0, StoppedError.exit_code) and not self._ended:

@@ -28,8 +28,8 @@ from types import FrameType
 from megarl.core import janitor
 from megarl.core.limits import raise_open_files
 from megarl.core.platform import visible_cuda_devices
+from megarl.core.ports import free_port
 from megarl.launch.words import ALIVE_EVERY_S, Message, Word
-from megarl.serving.process import free_port
 
 RAY_STARTED = "Ray runtime started."
 POLL_S = 0.2

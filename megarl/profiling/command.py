@@ -15,6 +15,7 @@ from megarl.core.disk import check_writable
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.core.platform import Platform, get_platform, num_local_devices
+from megarl.core.ports import kept_port
 from megarl.core.scratch import Scratch
 from megarl.models.hf_config import load_model_config
 from megarl.placement.cluster import Cluster, make_cluster
@@ -27,7 +28,6 @@ from megarl.profiling.ranks import measure_ranks
 from megarl.profiling.reference_model import Size, write_reference_model
 from megarl.profiling.servers import Generated, serving
 from megarl.recipe.source import dump_yaml
-from megarl.serving.process import free_port
 
 # The reference models, a narrow and a wide one, and the tokens of a sequence: devices of their own are faster.
 HOST_MODELS, HOST_TOKENS = (Size(4, 128, 512), Size(4, 256, 1024)), 32
@@ -88,19 +88,21 @@ def measure(
     generated: list[Generated] = []
     measured: list[Measured] = []
 
-    def job(count: int, **more: object) -> Job:
-        given = Job(platform.name, dtype, models, cases(count, tokens), count, free_port(), deadline_s)
-        return replace(given, **more)  # type: ignore[arg-type]
+    def measure(count: int, **more: object) -> Measured:
+        with kept_port("127.0.0.1") as meet:
+            port = int(meet.getsockname()[1])
+            given = Job(platform.name, dtype, models, cases(count, tokens), count, port, deadline_s)
+            return measure_ranks(replace(given, **more))  # type: ignore[arg-type]
 
     if servers:
         console.print(f"{servers} servers of a small model", highlight=False)
         with serving(models[0], dtype, platform, servers, folder, deadline_s, scratch) as pool:
             generated += pool.measure(sizes[0].vocab)
             console.print("1 rank, and its weights to the servers", highlight=False)
-            measured.append(measure_ranks(job(1, servers=pool.endpoints)))
+            measured.append(measure(1, servers=pool.endpoints))
     for count in counts[len(measured) :]:
         console.print(f"{count} rank{'s' if count > 1 else ''}", highlight=False)
-        measured.append(measure_ranks(job(count)))
+        measured.append(measure(count))
     configs = tuple(load_model_config(model) for model in models)
     return Findings(dtype, configs, tuple(measured), tuple(generated))
 

@@ -8,61 +8,24 @@ from __future__ import annotations
 
 import http.client
 import os
-import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.core import janitor
-from megarl.core.errors import DeadlineError, MegarlError, WorkerDiedError
+from megarl.core.errors import DeadlineError, WorkerDiedError
 from megarl.core.log_tail import own_words
 
 GUARD = Path(__file__).with_name("guarded.py")
-EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-FIRST_PORT = 20000
-PORT_TRIES = 100
 POLL_S = 0.1
 CONNECT_S = 2.0
 KILL_WAIT_S = 5.0
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that is free on this address now, and that the kernel gives to nobody who does not ask for it by number."""
-    with _bound(host) as probe:
-        return int(probe.getsockname()[1])
-
-
-def kept_port(host: str) -> socket.socket:
-    """A socket on such a port, for whom it is kept until the socket is closed: a server binds its port only seconds later.
-
-    Meanwhile it is free for those alone who bind it with SO_REUSEADDR, as servers do, and taken for `free_port` and this.
-    """
-    kept = _bound(host)
-    kept.setsockopt(
-        socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-    )  # not before: two that both have it may bind the same port
-    return kept
-
-
-def _bound(host: str) -> socket.socket:
-    """Bound, and not listening. Ephemeral ports could go to anybody meanwhile."""
-    first_ephemeral = int(EPHEMERAL_PORTS.read_text().split()[0])
-    for _ in range(PORT_TRIES):
-        # Ray's workers take ports below the first of these.
-        wanted = secrets.randbelow(first_ephemeral - FIRST_PORT) + FIRST_PORT if first_ephemeral > FIRST_PORT else 0
-        probe = socket.socket()
-        try:
-            probe.bind((host, wanted))
-        except OSError:
-            probe.close()  # taken
-        else:
-            return probe
-    raise MegarlError(f"No free port was found on {host} in {PORT_TRIES} tries from {FIRST_PORT} to {first_ephemeral}.")
 
 
 @dataclass(frozen=True)
@@ -96,10 +59,14 @@ class Command:
 
 
 class ManagedProcess:
-    """One running command. `stop` leaves no process of it, and no shared memory."""
+    """One running command. `stop` leaves no process of it, and no shared memory.
 
-    def __init__(self, command: Command) -> None:
+    kept: its ports, which nobody else gets until it is ready (core/ports).
+    """
+
+    def __init__(self, command: Command, kept: Sequence[socket.socket] = ()) -> None:
         self.command = command
+        self._let_go = weakref.finalize(self, _close, kept)
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
         self._segments: set[str] = set()
@@ -166,6 +133,7 @@ class ManagedProcess:
             # Wakes up early when the process ends.
             janitor.readable(self._pidfd, POLL_S)
         self.shm_names()
+        self._let_go()
 
     def answers(self, timeout_s: float = CONNECT_S) -> bool:
         """Whether the endpoint answers 200 within so many seconds that it is ready."""
@@ -224,6 +192,7 @@ class ManagedProcess:
 
     def stop(self, term_s: float = 5.0) -> None:
         """Ask the process to end, wait `term_s`, kill its whole group, and remove its shared memory. Safe to repeat."""
+        self._let_go()
         if self._process is None or self._pidfd < 0:
             return
         self.shm_names()
@@ -275,6 +244,11 @@ def start_all(processes: Sequence[ManagedProcess], deadline_s: float) -> None:
         for process in processes:
             process.stop()
         raise
+
+
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
 
 
 def _maker(name: str) -> int | None:

@@ -15,8 +15,9 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from megarl.core.errors import DeadlineError, MegarlError
+from megarl.core.ports import kept_port
 from megarl.serving.client import ServerEndpoint
-from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port
+from megarl.serving.process import Command, Endpoint, ManagedProcess
 from megarl.serving.server import ProcessPlace
 
 CALL_S = 10.0
@@ -61,7 +62,10 @@ class RouterProcess(ManagedProcess):
     """A running router."""
 
     def __init__(self, spec: RouterSpec, place: ProcessPlace, name: str = "router") -> None:
-        port, metrics_port = spec.port or free_port(place.host), free_port(place.host)
+        # A port that is given was this router's until now: it is there again within a second or two.
+        kept = [kept_port(place.host) for _ in range(1 if spec.port else 2)]
+        metrics_port, *own = (each.getsockname()[1] for each in kept)
+        port = spec.port or own[0]
         self._api_key = place.api_key
         self._endpoint = ServerEndpoint(name, f"http://{place.host}:{port}", place.api_key, 1, adapter=spec.adapter)
         super().__init__(
@@ -76,7 +80,8 @@ class RouterProcess(ManagedProcess):
                 endpoint=Endpoint(place.host, port, "/liveness"),
                 env=place.env,
                 secret=place.api_key,
-            )
+            ),
+            kept,
         )
 
     @property

@@ -6,22 +6,21 @@ import json
 import os
 import re
 import shutil
-import socket
 import sys
 import tempfile
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from megarl.core.log_tail import lines_with
 from megarl.core.platform import Platform
+from megarl.core.ports import kept_port
 from megarl.models.fp8_weights import quantization_settings
 from megarl.models.lora_served import ADAPTER, ServedLora
 from megarl.serving import server_models
 from megarl.serving.client import ServerEndpoint
-from megarl.serving.process import Command, Endpoint, ManagedProcess, kept_port
+from megarl.serving.process import Command, Endpoint, ManagedProcess
 from megarl.serving.server_flags import OVERRIDES, SPARE_TOKENS, split_overrides
 
 # SGLang closes a connection after 5 idle seconds by default. The router and the clients keep theirs for longer than
@@ -153,7 +152,6 @@ class ServerProcess(ManagedProcess):
         self.spec = spec
         # Its own two, of which one is where its ranks meet: several servers of a node choose theirs at once.
         kept = [kept_port(place.host), kept_port(place.host)]
-        self._let_go = weakref.finalize(self, _close, kept)
         port, meet = (each.getsockname()[1] for each in kept)
         self._temp = Path(tempfile.mkdtemp(prefix="server-", dir=place.temp))
         adapter = ADAPTER if spec.lora is not None else ""
@@ -184,7 +182,8 @@ class ServerProcess(ManagedProcess):
                     "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
                 },
                 secret=place.api_key,
-            )
+            ),
+            kept,
         )
 
     @property
@@ -192,21 +191,10 @@ class ServerProcess(ManagedProcess):
         """What a client and the weight sync need."""
         return self._endpoint
 
-    def wait_ready(self, deadline_s: float) -> None:
-        """As any process; its ports are its own from then on."""
-        super().wait_ready(deadline_s)
-        self._let_go()
-
     def stop(self, term_s: float = 0.5) -> None:
         """End the server; no process, port, shared memory or temporary file of it remains.
 
         Its orderly end takes SGLang more than five seconds and saves nothing, so it is not waited for.
         """
         super().stop(term_s)
-        self._let_go()
         shutil.rmtree(self._temp, ignore_errors=True)
-
-
-def _close(sockets: Sequence[socket.socket]) -> None:
-    for each in sockets:
-        each.close()

@@ -19,6 +19,7 @@ from megarl.core.layout import Layout, is_lead
 from megarl.core.loading import as_if_missing, without_collection
 from megarl.core.metrics import Operation
 from megarl.core.platform import Platform, PlatformName, get_platform, peak_bytes, reset_peak_bytes, return_free_memory
+from megarl.core.ports import kept_port
 from megarl.core.progress import Progress
 from megarl.core.types import Column, Shard
 from megarl.models.hf_config import load_model_config
@@ -63,6 +64,7 @@ class Rank:
         _load(self.platform)
         _set_num_threads(self.platform, threads)
         self._timeout_s: float | None = None
+        self._meet: socket.socket | None = None
         self._groups: dict[Layout, Groups] = {}
         self._engines: dict[str, Engine] = {}
         self._losses: dict[str, Loss] = {}
@@ -71,16 +73,18 @@ class Rank:
         self._peaks: dict[str, int] = {}
 
     def free_port(self) -> int:
-        """A port of this node that is free now: the driver asks rank 0 where the ranks can meet."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
+        """A port of this node that is this rank's until `rendezvous`: the driver asks rank 0 where the ranks can meet."""
+        self._meet = kept_port("")
+        return int(self._meet.getsockname()[1])
 
     def rendezvous(self, address: str, port: int, timeout_s: float) -> None:
         """Join the process group at tcp://address:port (rank 0 listens there). timeout_s: longest wait in a collective."""
         from megarl.training.parallel import join_ranks
 
         join_ranks(self.rank, self.world_size, self.platform, address, port, timeout_s=timeout_s)
+        if self._meet is not None:
+            self._meet.close()
+            self._meet = None
         self._timeout_s = timeout_s
 
     def groups_of(self, layout: Layout) -> Groups:

@@ -16,9 +16,9 @@ from megarl.cluster.external import ExternalActor, Found
 from megarl.cluster.network import address_towards
 from megarl.cluster.process import ProcessFacts, ProcessSpec
 from megarl.core.errors import DeadlineError
+from megarl.core.ports import free_port
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.external import ExternalPool
-from megarl.serving.process import free_port
 from tests.serving.test_external import EXPECTED, Pool
 from tests.support.fake_sglang import KEY
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from megarl.core.platform import get_platform
+from megarl.core.ports import free_port
 from megarl.serving.client import ServerClient
-from megarl.serving.process import free_port, start_all
+from megarl.serving.process import start_all
 from megarl.serving.sampling import Sampling
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from tests.end_to_end.harness import SLOWLY, Driver, assert_says_how_to_go_on

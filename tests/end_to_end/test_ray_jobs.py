@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from megarl.core import janitor
+from megarl.core.ports import free_port
 from megarl.launch.node import own_address
-from megarl.serving.process import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megarl.core import janitor
+from megarl.core.ports import free_port
 from megarl.launch.node import NodeSpec, few_cpus, main, own_address, ray_command
 from megarl.launch.words import parse_line
-from megarl.serving.process import free_port
 
 # A shell with a job in its background, and somebody who types.
 SHELL = """

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import MegarlError, UserError
+from megarl.core.ports import free_port
 from megarl.launch import watch
 from megarl.launch.record import Submission
-from megarl.serving.process import free_port
 
 
 def test_a_log_is_followed_until_its_writer_has_ended_and_nothing_of_it_is_lost(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="module")
 def one_rank(platform: Platform) -> Iterator[Groups]:
     """The groups of one rank, active while the module's tests run."""
-    from megarl.serving.process import free_port
+    from megarl.core.ports import free_port
     from megarl.training.parallel import close_ranks, join_ranks, make_groups
 
     join_ranks(0, 1, platform, "127.0.0.1", free_port(), timeout_s=60)

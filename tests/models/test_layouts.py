@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.serving.process import free_port
+from megarl.core.ports import free_port
 from tests.models.layout_ranks import LAYERS, LAYOUTS, MODELS
 from tests.support.forked_ranks import Ranks
 from tests.support.tiny import write_tiny_model

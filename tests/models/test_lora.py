@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
+from megarl.core.ports import free_port
 from megarl.models.gpt import build_gpt
 from megarl.models.hf_config import load_model_config
 from megarl.models.lora import adapters_off, add_adapters, initial_a, is_adapter, merged
 from megarl.models.lora_settings import TARGETS, LoraSettings, adaptable
 from megarl.models.peft import peft_config, peft_tensors, save_peft
-from megarl.serving.process import free_port
 from megarl.training.parallel import Groups, close_ranks, join_ranks, make_groups
 from tests.models.lora_ranks import (
     CASES,

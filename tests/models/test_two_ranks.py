@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.core.ports import free_port
 from megarl.models.hf_config import load_model_config
-from megarl.serving.process import free_port
 from tests.models.parity import transformers_logprobs
 from tests.models.test_attention import by_hand
 from tests.models.two_ranks import CASES, CHUNK, SEQUENCES, attention_inputs, held_by

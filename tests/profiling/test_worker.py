@@ -11,6 +11,7 @@ import torch
 
 from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
+from megarl.core.ports import free_port
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.rules import expected_tensors
@@ -18,7 +19,6 @@ from megarl.profiling import worker
 from megarl.profiling.job import Case, Job
 from megarl.profiling.ranks import measure_ranks
 from megarl.profiling.reference_model import Size, write_reference_model
-from megarl.serving.process import free_port
 
 
 def test_a_reference_model_is_whole_and_has_a_tokenizer(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 from aiohttp import web
 
 from megarl.core.errors import DeadlineError
+from megarl.core.ports import free_port
 from megarl.core.types import VersionSpan
 from megarl.serving.answers import AnswerError
 from megarl.serving.client import ATTEMPTS, ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
-from megarl.serving.process import free_port
 from megarl.serving.sampling import Sampling
 from tests.support.fake_sglang import KEY, FakeSglang, generation
 

@@ -15,8 +15,8 @@ import pytest
 from aiohttp import web
 
 from megarl.core.errors import UserError
+from megarl.core.ports import free_port
 from megarl.serving.external import ModelFacts, check_external, differences, probe_ids
-from megarl.serving.process import free_port
 from tests.support.fake_sglang import KEY, FakeSglang
 
 EXPECTED = ModelFacts("Qwen3-8B", ("Qwen3ForCausalLM",), 4096, (1, 2, 3), "0.5.21", "cuda")

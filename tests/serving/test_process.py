@@ -19,9 +19,10 @@ import pytest
 
 from megarl.core.errors import DeadlineError, WorkerDiedError
 from megarl.core.platform import get_platform
+from megarl.core.ports import free_port, kept_port
 from megarl.core.process_state import started_at, stopped
 from megarl.sandbox.watch import usage
-from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port, kept_port, process_tree, start_all
+from megarl.serving.process import Command, Endpoint, ManagedProcess, process_tree, start_all
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from tests.support.processes import ended
 
@@ -207,7 +208,8 @@ def test_a_process_dies_with_its_parent(tmp_path: Path) -> None:
     script = f"""
 import sys, time
 from pathlib import Path
-from megarl.serving.process import Command, Endpoint, ManagedProcess, free_port
+from megarl.core.ports import free_port
+from megarl.serving.process import Command, Endpoint, ManagedProcess
 port = free_port()
 argv = (sys.executable, {str(CHILD)!r}, str(port))
 process = ManagedProcess(Command("s", argv, Path({str(tmp_path / "log")!r}), Endpoint("127.0.0.1", port, "/")))
@@ -246,7 +248,7 @@ def test_a_process_that_was_never_started_says_so(make: Make) -> None:
 def test_a_kept_port_is_the_servers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two servers that start at once would each have found it free until one of them listens, seconds later."""
     drawn = iter((5, 5, 5, 6, 7))
-    monkeypatch.setattr("megarl.serving.process.secrets.randbelow", lambda _: next(drawn))
+    monkeypatch.setattr("megarl.core.ports.secrets.randbelow", lambda _: next(drawn))
     with kept_port("127.0.0.1") as first, kept_port("127.0.0.1") as second, socket.socket() as server:
         port, other = (each.getsockname()[1] for each in (first, second))
         assert free_port() == other + 1 == port + 2

@@ -61,6 +61,25 @@ def test_one_that_dies_while_it_answers_is_an_error_of_ours(tmp_path: Path, said
             router.add(SERVER)
 
 
+def test_a_routers_ports_are_its_own_until_it_listens(tmp_path: Path) -> None:
+    """It takes a second to start: a router ended because another process had taken its port meanwhile."""
+    router = RouterProcess(RouterSpec(), ProcessPlace(tmp_path, "key"))
+    flags = router.command.argv
+    ports = [int(flags[flags.index(name) + 1]) for name in ("--port", "--prometheus-port")]
+    for port in ports:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+    router.start()
+    try:
+        router.wait_ready(60)
+        assert router.workers() == {}
+    finally:
+        router.stop()
+    for port in ports:
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+
+
 DYING = """
 import socket, time
 with socket.create_server(("127.0.0.1", {port})) as listening:

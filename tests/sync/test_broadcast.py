@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megarl.core.errors import SyncError
+from megarl.core.ports import free_port
 from megarl.models.hf_weights import Bucket
 from megarl.serving.client import ServerEndpoint
-from megarl.serving.process import free_port
 from megarl.sync.broadcast import BroadcastSender
 from megarl.sync.group import BackendName, Sent
 from megarl.sync.member import Attempt, Member

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megarl.serving.process import free_port
+from megarl.core.ports import free_port
 from tests.support.forked_ranks import Ranks, forked_ranks
 from tests.sync.broadcast_ranks import NUM_BUCKETS, Job, buckets
 from tests.sync.receiver import Receiver

@@ -18,8 +18,8 @@ from aiohttp import web
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megarl.core.ports import free_port
 from megarl.serving.client import ServerEndpoint
-from megarl.serving.process import free_port
 from megarl.sync.fetch import Fetcher, Order
 from megarl.sync.mirror import Mirror
 from megarl.sync.store import MANIFEST, Store

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from megarl.core.errors import SyncError
+from megarl.core.ports import free_port
 from megarl.models.hf_config import load_model_config
 from megarl.serving.client import ServerEndpoint
-from megarl.serving.process import free_port, start_all
+from megarl.serving.process import start_all
 from megarl.serving.server import ProcessPlace, ServerSpec
 from megarl.sync import hashes
 from megarl.sync.hash_report import refuse

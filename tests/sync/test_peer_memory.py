@@ -18,7 +18,7 @@ import torch
 
 from megarl.core.errors import SyncError
 from megarl.core.janitor import SHARED_MEMORY
-from megarl.serving.process import free_port
+from megarl.core.ports import free_port
 from megarl.sync import peer_memory
 from megarl.sync.peer_memory import PeerMemory
 from megarl.sync.segments import Segment

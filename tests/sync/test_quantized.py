@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megarl.core.ports import free_port
 from megarl.models.config import ModelConfig
 from megarl.models.fp8_weights import quantised
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_fp8 import scale_name
 from megarl.models.rules import expected_tensors
-from megarl.serving.process import free_port
 from megarl.sync.quantized import QuantizedWeights
 from tests.support.forked_ranks import Ranks
 from tests.support.fp8 import quantised as by_loop

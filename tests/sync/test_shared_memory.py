@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megarl.core.errors import SyncError
 from megarl.core.janitor import SHARED_MEMORY
+from megarl.core.ports import free_port
 from megarl.serving.client import ServerEndpoint
-from megarl.serving.process import free_port
 from megarl.sync.memory import NodeMemory, Pieces
 from megarl.sync.ring import bucket_limit, ring_bytes
 from megarl.sync.segments import Segment

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megarl.core.layout import Layout
-from megarl.serving.process import free_port
+from megarl.core.ports import free_port
 from tests.support.forked_ranks import Ranks
 from tests.support.platforms import chosen
 from tests.support.tiny import write_tiny_model

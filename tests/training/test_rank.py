@@ -1,3 +1,4 @@
+import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -90,6 +91,17 @@ def test_what_a_pass_has_freed_is_kept_for_the_update_that_follows(rank, spec, f
     assert returns(rank.update, "actor", shard, columns) == 1 and returned == [True]
     (tmp_path / "saved").mkdir()
     assert returns(rank.save, "actor", tmp_path / "saved") == 1
+
+
+def test_the_port_where_ranks_meet_is_the_first_ones_until_they_have_met(rank, platform):
+    """It listens only once all are up, seconds later."""
+    again = Rank(0, 1, platform.name, seed=1)
+    port = again.free_port()
+    rank.close()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    again.rendezvous("127.0.0.1", port, timeout_s=30)
+    assert again._meet is None
 
 
 def test_a_rank_can_close_and_meet_again(rank, folder, platform):
