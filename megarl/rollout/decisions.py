@@ -82,6 +82,7 @@ class Decisions:
         self._given: Decision | None = None  # what `again` gave last
         self._last = 0
         self._left = False  # whether this life decides by itself
+        self._step = 0  # that is under way, as far as is known here: it only goes up
         self._waiting: set[Key] = set()
         self.spent_s = 0.0  # writing, so far, with what is waited for the disk
 
@@ -116,6 +117,7 @@ class Decisions:
 
     def again(self, step: int) -> Decision | None:
         """The next decision that was made before, in this step or an earlier one; None where there is no further one."""
+        self._step = step
         if not self.repeating or not self._earlier or self._earlier[0].step > step:
             return None
         decision = self._given = self._earlier.popleft()
@@ -171,6 +173,7 @@ class Decisions:
 
     def add(self, kind: Kind, step: int, groups: Sequence[Key]) -> None:
         """One more; `write` brings it to the disk."""
+        self._step = step
         if self._folder is not None and groups and not self._replays:
             self._last += 1
             self._unwritten.append(Decision(self._last, kind, step, tuple(groups)))
@@ -181,7 +184,8 @@ class Decisions:
         waiting: as of `resume`, of whoever goes on from there. What cannot be removed now is told, and goes another time.
         """
         if self._folder is not None and not self._replays:
-            self._waiting |= _keys(waiting)
+            # `leave` asks for those that are meant for the step under way, or later ones.
+            self._waiting = {key for key in self._waiting | _keys(waiting) if key[1] >= self._step}
             await asyncio.get_running_loop().run_in_executor(self._thread, self._forget, number)
 
     async def write(self) -> None:

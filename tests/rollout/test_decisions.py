@@ -266,3 +266,21 @@ def test_groups_that_waited_where_decisions_are_forgotten_stay(tmp_path: Path, m
 
     asyncio.run(go())
     assert known == [{B, C}, {C}]
+
+
+def test_what_waited_for_steps_that_are_over_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each commit names a few: they would be all that a long run has ever asked for."""
+    known: list[set[Key]] = []
+    monkeypatch.setattr(module, "forget_others", lambda folder, step, groups: known.append(set(groups)))
+
+    async def go() -> None:
+        decisions = Decisions(tmp_path)
+        decisions.resume(0)
+        first(decisions)
+        await decisions.write()
+        await decisions.forget(4, [list(B), list(C)])  # in step 2: nobody asks for what was meant for step 1
+        decisions.leave("it ends", 2)
+        await decisions.close()
+
+    asyncio.run(go())
+    assert known == [{C}]
