@@ -88,6 +88,8 @@ def _is_off(recipe: AnyRecipe, key: str) -> bool:
     section: Any = recipe
     default: Any = ...
     for name in key.split("."):
+        if isinstance(section, dict):  # null has taken back what users have named
+            return name not in section
         if not isinstance(section, BaseModel):
             return False
         default = type(section).model_fields[name].get_default(call_default_factory=True)

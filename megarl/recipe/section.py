@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -79,8 +79,20 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _none_of_them(cls, given: Any) -> Any:
-        """Where users choose the names, null takes back all that a file has: an empty section would change nothing of it."""
+        """Where users choose the names, null takes back what a file has under one, or all: an empty section would change nothing.
+
+        Not of keyword arguments, where null is a value as good as any other.
+        """
         if not isinstance(given, dict):
             return given
-        named = {name for name, field in cls.model_fields.items() if field.default == {}}
-        return {name: value for name, value in given.items() if value is not None or name not in named}
+        named = {name: field.annotation for name, field in cls.model_fields.items() if field.default == {}}
+        return {
+            name: _without_nulls(value) if name in named and get_args(named[name])[1:] != (Any,) else value
+            for name, value in given.items()
+            if value is not None or name not in named
+        }
+
+
+def _without_nulls(value: Any) -> Any:
+    """What is left of a section of names; what is none is as it was, for the schema to refuse."""
+    return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value

@@ -75,6 +75,25 @@ def test_null_takes_back_what_users_have_named(recipe_file: Path) -> None:
     assert (recipe.reward.graders, recipe.algorithm.settings) == ({}, {})
 
 
+def test_null_takes_back_one_of_several_that_users_have_named(recipe_file: Path, tmp_path: Path) -> None:
+    """In a recipe over its base as well; a keyword argument is null and stays."""
+    given = "reward: {graders: {a: {kind: rule, fn: math}, b: {kind: rule, fn: exact, only: {kind: [x], lang: [y]}}}}\n"
+    given += "algorithm: {advantage: own:advantage, settings: {high: 1, low: 2}}\n"
+    given += "eval: {set_key: source, sets: {aime: {temperature: 1.0, top_p: 0.5}, gsm: {temperature: 0.5}}}\n"
+    given += "agent: {environment: calculator, settings: {level: 1, seed: 2}}\n"
+    rows = "rows.jsonl\n  eval: held_out.jsonl\n  mix: {code: 2, math: 1}\n"
+    (tmp_path / "base.yaml").write_text(recipe_file.read_text().replace("rows.jsonl\n", rows) + given)
+    over = "base: base.yaml\nreward: {graders: {a: null}}\nalgorithm: {settings: {high: null}}\n"
+    recipe_file.write_text(over)
+    overrides = ["data.mix.math=null", "eval.sets.gsm=null", "eval.sets.aime.top_p=null", "agent.settings.level=null"]
+    recipe = load_recipe(recipe_file, [*overrides, "reward.graders.b.only.lang=null"]).recipe
+    assert recipe.reward.graders.keys() == {"b"} and recipe.reward.graders["b"].only == {"kind": ("x",)}
+    assert (recipe.algorithm.settings, recipe.data.mix) == ({"low": 2}, {"code": 2})
+    assert recipe.eval.sets.keys() == {"aime"} and recipe.eval.sets["aime"].top_p is None
+    assert recipe.agent is not None and recipe.agent.settings == {"level": None, "seed": 2}
+    assert load_recipe(recipe_file, [*overrides, "data.mix.code=null", "eval.sets.aime=null"]).recipe.data.mix == {}
+
+
 def test_home_is_expanded_where_the_shell_does_not(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     recipe = load_recipe(recipe_file, ["model.path=~/m", "data.eval=~other/e", "run.dir=a/~"]).recipe
