@@ -21,6 +21,7 @@ from megarl.recipe.rule import Unread
 from megarl.recipe.rules import CONTRADICTIONS, UNREAD_RULES, longest_sample
 from megarl.recipe.sampling_rules import correction_by_default
 from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.source import COMMAND_LINE
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 
 R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
@@ -32,18 +33,22 @@ def unread_keys(recipe: AnyRecipe) -> list[str]:
     return list(dict.fromkeys(key for rule in _unread(recipe, _asked(recipe, "may ask for all")) for key in rule.keys))
 
 
-def check_recipe(recipe: AnyRecipe, sources: Mapping[str, str], *, look: bool = False) -> list[str]:
+def check_recipe(
+    recipe: AnyRecipe, sources: Mapping[str, str], *, look: bool = False, recorded: bool = False
+) -> list[str]:
     """What is wrong, one sentence each; empty when nothing is.
 
-    sources: dotted path of every value that the user gave, to where. A default that nothing reads is no mistake.
+    sources: dotted path of every value that the user gave, to where. A default that nothing reads is no mistake, and of a recipe
+    that a run has written (recorded) only what the command line gives is one.
     look: at functions named by import path, too; else they may ask for everything, and may do without it. Raises UserError
     then, where a path leads nowhere.
     """
     may_ask, asks = (_asked(recipe, "look" if look else own) for own in ("may ask for all", "asks for nothing"))
     unread: dict[str, str] = {}
     problems: list[str] = []
+    meant = {key: at for key, at in sources.items() if at == COMMAND_LINE} if recorded else sources
     for rule in _unread(recipe, may_ask):
-        for given in (_given(key, sources) for key in rule.keys):
+        for given in (_given(key, meant) for key in rule.keys):
             if given is None or given in unread or _is_off(recipe, given):  # the first rule says why
                 continue
             needs = rule.needs if isinstance(rule.needs, str) else rule.needs(recipe, may_ask)
@@ -57,13 +62,13 @@ def check_recipe(recipe: AnyRecipe, sources: Mapping[str, str], *, look: bool = 
     return [*unread.values(), *problems]
 
 
-def check_functions(recipe: Recipe, sources: Mapping[str, str]) -> None:
+def check_functions(recipe: Recipe, sources: Mapping[str, str], *, recorded: bool = False) -> None:
     """Whether the algorithm's functions exist and get what they ask for, and whether any asks for what the recipe gives.
 
     Imports those named by import path. Raises UserError.
     """
     check_algorithm(recipe.algorithm, set(role_layouts(recipe)))
-    problems = check_recipe(recipe, sources, look=True)
+    problems = check_recipe(recipe, sources, look=True, recorded=recorded)
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:

@@ -45,7 +45,7 @@ class Loaded(Generic[R]):
     resolved: every key that is read in this configuration, defaults filled in; loads back to the same recipe.
     sources: dotted path of every value that was given, to where: `recipes/a.yaml:12` or `on the command line`.
     names: what stands in `resolved` where the recipe has a folder or a file in the place of a name (hub/recipe.py), by key.
-    commits: name, revision and commit of what the hub gave, by key.
+    commits: name, revision and commit of what the hub gave, by key. recorded: as `load_recipe` was told.
     """
 
     recipe: R
@@ -55,6 +55,7 @@ class Loaded(Generic[R]):
     overrides: tuple[str, ...]
     names: Mapping[str, str] = field(default_factory=dict)
     commits: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+    recorded: bool = False
 
     def with_recipe(self, recipe: R) -> Loaded[R]:
         """The same, with what a search or the hub has decided in it."""
@@ -84,12 +85,11 @@ def load_recipe(
         _refuse_other_kind(path, tree, kind)
         raise UserError(_problems(path, explain(error.errors(), tree, kind))) from None
     sources = {".".join(keys): str(tree.origins[keys]) for keys in tree.given()}
-    given = {".".join(keys) for keys in tree.given() if tree.origins[keys].file is None}
-    problems = check_recipe(recipe, {key: at for key, at in sources.items() if key in given or not recorded})
+    problems = check_recipe(recipe, sources, recorded=recorded)
     if problems:
         raise UserError(_problems(path, problems))
     recipe = fill_defaults(recipe)
-    return Loaded(recipe, resolve(recipe), sources, path, tuple(overrides))
+    return Loaded(recipe, resolve(recipe), sources, path, tuple(overrides), recorded=recorded)
 
 
 def detect_kind(path: Path, overrides: Sequence[str] = ()) -> type[AnyRecipe]:

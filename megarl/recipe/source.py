@@ -22,6 +22,7 @@ from megarl.core.shipped import shipped_recipe
 
 Keys = tuple[str, ...]
 BASE_KEY = "base"
+COMMAND_LINE = "on the command line"
 # Deeper than any recipe: only an alias that holds itself gets there.
 DEEPEST = 20
 _FLOAT = re.compile(
@@ -71,7 +72,7 @@ class Origin:
     line: int = 0
 
     def __str__(self) -> str:
-        return "on the command line" if self.file is None else f"{self.file}:{self.line}"
+        return COMMAND_LINE if self.file is None else f"{self.file}:{self.line}"
 
 
 @dataclass

@@ -51,7 +51,7 @@ def with_steps(loaded: Loaded[R]) -> Loaded[R]:
     recipe = recipe.model_copy(update={"train": train})
     # Data sets are files by now; the keys that name them were checked when the recipe was read.
     sources = {key: at for key, at in loaded.sources.items() if not key.startswith("data.")}
-    if problems := check_recipe(recipe, sources):
+    if problems := check_recipe(recipe, sources, recorded=loaded.recorded):
         raise UserError("\n".join(problems))
     return loaded.with_recipe(recipe)
 

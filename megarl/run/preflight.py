@@ -117,7 +117,7 @@ def preflight(
     """Check a run of `megarl train`. Raises UserError for the first thing that cannot work.
 
     sources: where its values were given (`Loaded.sources`). here: the run's devices are this machine's. replays: its samples are
-    a journal's, so that no server, grader or tool is asked.
+    a journal's, so that no server, grader or tool is asked, and its recipe one that a run has written.
     """
     with reading():
         start = check_start(recipe, resume=resume, forgets=forgets, here=here)
@@ -135,7 +135,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
     check_experts(recipe, model, platform)
     check_lora(recipe, model)
     # Data sets are files by now; the keys that name them were checked when the recipe was read.
-    check_functions(recipe, {key: at for key, at in sources.items() if not key.startswith("data.")})
+    check_functions(recipe, {key: at for key, at in sources.items() if not key.startswith("data.")}, recorded=replays)
     prompts = checked_prompts(recipe, recipe.data.train, model)
     sets = rows_by_set(prompts.prompts, recipe.data)
     rows = sum(map(len, sets.values())) or len(prompts)  # those that are trained on

@@ -123,9 +123,7 @@ def _replay(
     loaded: Loaded[Recipe], replay: Replay, recorded: Recipe, again: str, scratch: Scratch, stop: StopRequest
 ) -> None:
     recipe = loaded.recipe
-    # The run's own keys were checked by the run; some of them are for servers.
-    given = {text.partition("=")[0] for text in loaded.overrides}
-    checked = preflight(recipe, sources={key: at for key, at in loaded.sources.items() if key in given}, replays=True)
+    checked = preflight(recipe, sources=loaded.sources, replays=True)
     check_inputs(replay, recipe, checked.rows, checked.digests)
     changed = changes(replay.folder, recorded, recipe)
     from megarl.run.session import replay_session

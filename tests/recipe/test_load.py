@@ -6,6 +6,7 @@ import pytest
 
 from megarl.core.errors import UserError
 from megarl.recipe.algorithm import Algorithm
+from megarl.recipe.check import check_recipe
 from megarl.recipe.explain import Schema, nearest
 from megarl.recipe.load import KINDS, command_of, detect_kind, load_recipe
 from megarl.recipe.schema import Recipe
@@ -46,6 +47,17 @@ def test_what_a_run_has_written_is_no_more_than_defaults_to_a_replay(recipe_file
         algorithm("actor.optimizer.momentum=0.5")
     with pytest.raises(UserError, match=r"`algorithm.normalize_std` \(.*written.yaml:\d+\) is read by nothing"):
         load_recipe(written, ["algorithm.advantage=rloo"])
+
+
+def test_what_a_run_has_set_contradicts_a_replay_from_where_it_stands(recipe_file: Path, tmp_path: Path) -> None:
+    """It is no default, though nothing that a replay leaves unread of it is a mistake."""
+    written = tmp_path / "written.yaml"
+    written.write_text(dump_yaml(load_recipe(recipe_file, ["algorithm.truncated=mask"]).resolved))
+    with pytest.raises(UserError, match=r"`algorithm\.truncated` \(.*written\.yaml:\d+\): "):
+        load_recipe(written, ["algorithm.advantage=opo"], Recipe, recorded=True)
+    changed = load_recipe(written, ["actor.optimizer.name=sgd"], Recipe, recorded=True)
+    assert check_recipe(changed.recipe, changed.sources, recorded=True) == []
+    assert "`actor.optimizer." in " ".join(check_recipe(changed.recipe, changed.sources))
 
 
 def test_a_replay_with_another_advantage_than_gae_is_not_whitened_because_gae_was(
