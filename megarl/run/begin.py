@@ -29,12 +29,13 @@ from megarl.report.curve import draw_curve
 from megarl.report.history import METRICS_FILE, best_steps
 from megarl.report.writers import Writers, open_writers
 from megarl.run.ending import ending, writing
-from megarl.run.epochs import counts_rows, with_steps
+from megarl.run.epochs import counts_rows, in_steps, with_steps
 from megarl.run.exported import EXPORT, note_export, note_older_export
 from megarl.run.lock import check_unlocked, locked
 from megarl.run.model_check import with_linears
 from megarl.run.preflight import CHECKPOINTS, check_start, reading
 from megarl.run.recorder import Recorder
+from megarl.run.recovery import Recoveries
 from megarl.training.run_checkpoints import Checkpoints, Committed
 
 ADAPTER, CURVE, DRIVER_LOG = "adapter", "curve.png", "logs/driver.log"
@@ -159,18 +160,23 @@ def resumes(folder: Path, resume: bool, go_on: bool) -> bool:
         return any((folder / CHECKPOINTS).glob("step_*")) if go_on else resume
 
 
-def found(loaded: Loaded[R], resume: bool, go_on: bool) -> tuple[Loaded[R], bool]:
+def found(loaded: Loaded[R], resume: bool, go_on: bool, recoveries: Recoveries | None = None) -> tuple[Loaded[R], bool]:
     """The recipe with what its names, actor.lora.targets and epochs stand for, and whether the run goes on from a checkpoint.
 
-    Raises UserError.
+    recoveries: of the run; rows that an earlier life has counted, all of them tokenised, are not counted again. Raises UserError.
     """
+    if recoveries is not None and recoveries.steps is not None and counts_rows(loaded.recipe):
+        loaded = in_steps(loaded, recoveries.steps)
     folder = loaded.recipe.run.folder
     resume = resumes(folder, resume, go_on)
     if names_of(loaded.recipe) or counts_rows(loaded.recipe):  # what can be refused before that, is
         check_start(loaded.recipe, resume=resume, forgets=go_on)
     loaded = localize(loaded, read_model, say, run=folder if resume else None)
     with reading():
-        return with_steps(with_linears(loaded)), resume
+        loaded = with_steps(with_linears(loaded))
+    if recoveries is not None:
+        recoveries.steps = loaded.recipe.train.steps
+    return loaded, resume
 
 
 def handles_of(session: Any, rollout: Rollout, sync: WeightSync, recorder: Recorder, timer: PhaseTimer) -> Handles:

@@ -47,13 +47,18 @@ def with_steps(loaded: Loaded[R]) -> Loaded[R]:
             f"train.epochs {recipe.train.epochs:g} of the {rows} usable rows of {recipe.data.train} is less than one step of "
             f"{key} {a_step}. Raise train.epochs, lower {key}, or set train.steps in the place of train.epochs."
         )
-    train = recipe.train.model_copy(update={"steps": steps, "epochs": None})
-    recipe = recipe.model_copy(update={"train": train})
+    counted = in_steps(loaded, steps)
     # Data sets are files by now; the keys that name them were checked when the recipe was read.
     sources = {key: at for key, at in loaded.sources.items() if not key.startswith("data.")}
-    if problems := check_recipe(recipe, sources, recorded=loaded.recorded):
+    if problems := check_recipe(counted.recipe, sources, recorded=loaded.recorded):
         raise UserError("\n".join(problems))
-    return loaded.with_recipe(recipe)
+    return counted
+
+
+def in_steps(loaded: Loaded[R], steps: int) -> Loaded[R]:
+    """The recipe with so many steps in the place of its epochs, which were counted before."""
+    train = loaded.recipe.train.model_copy(update={"steps": steps, "epochs": None})
+    return loaded.with_recipe(loaded.recipe.model_copy(update={"train": train}))
 
 
 def steps_of(epochs: float, rows: int, a_step: int) -> int:

@@ -38,12 +38,14 @@ def goes_on(error: BaseException) -> bool:
 class Recoveries:
     """How often a run was recovered, and whether it may be once more.
 
-    most: recoveries without a further step in between. history: the run's metrics.jsonl. total: recoveries so far.
+    most: recoveries without a further step in between. history: the run's metrics.jsonl. total: recoveries so far. steps: of the
+    run, once its rows have been counted.
     """
 
     most: int
     history: Path
     total: int = 0
+    steps: int | None = None
     _stop: StopRequest | None = None  # of a run that has started
     _told: str = ""  # what a user should read of the last end
     _reached: int = -1  # the last step that had been written at the last death

@@ -34,7 +34,7 @@ def run_supervised(kind: type[S], path: Path, overrides: list[str], resume: bool
 def _supervise(
     loaded: Loaded[S], resume: bool, go_on: bool, scratch: Scratch, recoveries: Recoveries, stop: StopRequest
 ) -> None:
-    loaded, resume = found(loaded, resume, go_on)
+    loaded, resume = found(loaded, resume, go_on, recoveries)
     recipe = loaded.recipe
     checked = preflight_supervised(recipe, resume=resume, forgets=go_on)
     from megarl.run.session import supervised_session

@@ -64,7 +64,7 @@ def _train(
 ) -> None:
     """Once, from its start to its end. loaded: the recipe as it was when the command was given."""
     reads = (keeps := resume or go_on) and not discard_journal  # also without a checkpoint: all steps are there then
-    loaded, resume = found(loaded, resume, go_on)
+    loaded, resume = found(loaded, resume, go_on, recoveries)
     known = evaluations_before(loaded) if reads else {}
     if loaded.recipe.placement.name is not None:
         loaded = loaded.with_recipe(place(loaded.recipe).recipe)

@@ -15,9 +15,11 @@ from megarl.recipe.batch import plan_batches
 from megarl.recipe.load import KINDS, load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.recipe.source import dump_yaml
+from megarl.run import epochs, supervised, train
 from megarl.run.begin import found
 from megarl.run.epochs import steps_of, with_steps
 from megarl.run.preflight import preflight
+from megarl.run.recovery import RewoundError
 from tests.support.dry import driver
 from tests.support.dry.actors import Book
 from tests.support.dry.world import write_world
@@ -68,6 +70,30 @@ def test_it_is_the_run_of_so_many_steps(world: Path, kind: str) -> None:
         str(path.relative_to(world / "runs" / f"{kind}_1b")) for path in (world / "runs").glob(f"{kind}_1b/check*/*")
     ]
     assert names == ["checkpoints/step_000003"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "read"), [("train", train, "load_prompts"), ("sft", supervised, "load_supervised")]
+)
+def test_a_life_that_goes_on_does_not_count_the_rows_again(
+    world: Path, monkeypatch: pytest.MonkeyPatch, kind: str, own: Any, read: str
+) -> None:
+    counted, lives, original = [], [], getattr(epochs, read)
+    monkeypatch.setattr(epochs, read, lambda *given, **named: counted.append(given[0]) or original(*given, **named))
+
+    def checked(recipe: Any, **_: Any) -> None:
+        """In the place of what follows, of which the first life ends."""
+        lives.append((recipe.train.steps, recipe.train.epochs))
+        raise RewoundError("back") if len(lives) == 1 else UserError("enough")
+
+    monkeypatch.setattr(own, "preflight" if kind == "train" else "preflight_supervised", checked)
+    words = [f"run.name={kind}_again", "train.steps=0", "train.epochs=2"]
+    with pytest.raises(UserError, match="enough"):
+        if kind == "train":
+            train.run_train(world / "train.yaml", words, False, False)
+        else:
+            supervised.run_supervised(KINDS["sft"], world / "sft.yaml", words, False, False)
+    assert lives == [(3, None)] * 2 and len(counted) == 1
 
 
 def test_rows_of_a_mix_count_where_their_set_has_a_share(world: Path) -> None:
