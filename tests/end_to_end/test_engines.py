@@ -125,6 +125,7 @@ def test_servers_that_die_or_freeze_come_back_with_the_current_weights(session: 
     os.kill(killed.pid, signal.SIGKILL)
     sync = session.sync.push(10)
     assert sync["sync/servers"] == 1 and sync["sync/probe_diff_max"] < 1e-4
+    assert servers.servers == [frozen], "the other was lost in the update, and its processes are being ended"
     named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in process_tree(frozen.pid)}
     scheduler = next((pid for pid, name in named.items() if b"scheduler" in name), None)
     assert scheduler is not None, f"of {named}, none is its scheduler"

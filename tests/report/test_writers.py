@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -271,11 +272,19 @@ def test_wandb_writes_offline_without_a_key_and_holds_no_run_up_where_it_dies(
     assert b"reward/mean" in data.read_bytes()
     assert not list(tmp_path.glob("run/wandb/run-*"))
 
-    again = WandbWriter(tmp_path / "run", "project", "name", {})
+    # Of a run it is the run's own folder, which its janitor removes.
+    with tempfile.TemporaryDirectory() as short:
+        monkeypatch.setenv("TMPDIR", short)
+        _run_on_without_wandb(tmp_path)
+    assert "the run goes on, and wandb has no more of it" in caplog.text
+
+
+def _run_on_without_wandb(folder: Path) -> None:
+    """wandb's own process is killed, and so removes nothing of what it has in the temporary folder."""
+    again = WandbWriter(folder / "run", "project", "name", {})
     [core] = [pid for pid in process_tree(os.getpid()) if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(core, signal.SIGKILL)
     for step in range(100):  # what was on its way is told as sent
         again.write(step, {"reward/mean": 0.5})
         time.sleep(0.02)
     again.close()
-    assert "the run goes on, and wandb has no more of it" in caplog.text
