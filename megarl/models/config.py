@@ -75,6 +75,7 @@ class ModelConfig:
 
     num_kv_heads, head_dim: with `mla`, equal to num_heads and to the width of a query head.
     rotary_dim: how much of a head is rotated, from its beginning; None is all, or with `mla` its part for that.
+    interleaved_rope: RoPE turns neighbours, not an element of one half with one of the other; with `mla` it is no question.
     moe_layers: layers (from 0) that have experts in the MLP's place. local_layers: layers with sliding-window attention
     over `window` tokens (the token itself among them), rotated by `local_rope` where given.
     norm_offset: norms multiply by 1 + weight. sandwich_norms: norms also behind attention and MLP.
@@ -104,6 +105,7 @@ class ModelConfig:
     moe_layers: frozenset[int] = frozenset()
     mla: Mla | None = None
     rotary_dim: int | None = None
+    interleaved_rope: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     norm_offset: bool = False
     sandwich_norms: bool = False

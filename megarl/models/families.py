@@ -51,8 +51,9 @@ class Family:
     """One HF architecture.
 
     model_types: what `model_type` may be, by which transformers chooses the model; the first is transformers' own.
-    qkv_bias, qk_norm: a key that says, or the answer where there is none. rotary_share: which part of a head RoPE turns
-    where no key says; None: all of it, and no key may say otherwise.
+    qkv_bias, qk_norm: a key that says, or the answer where there is none; qkv_bias_unsaid: what a key says that is not there.
+    rotary_share: which part of a head RoPE turns where no key says; None: all of it, and no key may say otherwise.
+    interleaved: it turns neighbours. sandwich: norms also behind attention and MLP.
     window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
     those that a pattern names. window_switch: only where use_sliding_window says so. window_default: where no key says.
     theta: RoPE's base where no key says. tied: whether the head is the embedding where no key says; transformers leaves
@@ -63,8 +64,11 @@ class Family:
     name: str
     model_types: tuple[str, ...]
     qkv_bias: bool | str = False
+    qkv_bias_unsaid: bool = False
     qk_norm: bool | str = False
     rotary_share: float | None = None
+    interleaved: bool = False
+    sandwich: bool = False
     moe: MoeKeys | None = None
     mla: bool = False
     gemma: bool = False
@@ -110,7 +114,7 @@ _DEEPSEEK_ONLY: Only = MappingProxyType(
         "moe_layer_freq": (1, "experts in some layers only"),
     }
 )
-_GLM4_MOE_ONLY: Only = MappingProxyType(
+_GLM4_ONLY: Only = MappingProxyType(
     {key: value for key, value in COMMON.items() if key not in ("attention_bias", "partial_rotary_factor")}
 )
 _GEMMA3_ONLY: Only = MappingProxyType(
@@ -152,6 +156,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "DeepseekV3ForCausalLM": Family(
             "deepseek_v3", ("deepseek_v3", "kimi_k2"), moe=DEEPSEEK_V3, mla=True, only=_DEEPSEEK_ONLY
         ),
+        "Glm4ForCausalLM": Family(
+            "glm4",
+            ("glm4",),
+            qkv_bias="attention_bias",
+            qkv_bias_unsaid=True,
+            rotary_share=0.5,
+            interleaved=True,
+            sandwich=True,
+            pad=151329,
+            only=_GLM4_ONLY,
+        ),
         "Glm4MoeForCausalLM": Family(
             "glm4_moe",
             ("glm4_moe",),
@@ -159,7 +174,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qk_norm="use_qk_norm",
             rotary_share=0.5,
             moe=DEEPSEEK_V3,
-            only=_GLM4_MOE_ONLY,
+            only=_GLM4_ONLY,
         ),
         "Glm4MoeLiteForCausalLM": Family(
             "glm4_moe_lite", ("glm4_moe_lite",), moe=GLM4_MOE_LITE, mla=True, only=_DEEPSEEK_ONLY

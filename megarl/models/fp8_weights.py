@@ -61,9 +61,9 @@ def check_servable(config: ModelConfig, tp: int) -> None:
         for source in rule.sources:
             rows, columns = source.shape
             cut_rows, cut_columns = tp if rule.cut == "rows" else 1, tp if rule.cut == "columns" else 1
-            is_alone = len(rule.sources) == 1 and cut_rows == 1
-            share = rows // cut_rows
-            if (not is_alone and share % BLOCK) or (cut_columns > 1 and columns // cut_columns % BLOCK):
+            is_alone = len(rule.sources) == 1 and not source.pieces and cut_rows == 1
+            is_cut = any(piece // cut_rows % BLOCK for piece in source.blocks)
+            if (not is_alone and is_cut) or (cut_columns > 1 and columns // cut_columns % BLOCK):
                 raise UserError(
                     f"`rollout.quantization`: {source.name} of {rows} x {columns} cannot be held in blocks of {BLOCK} x {BLOCK} "
                     f"by servers of rollout.tp {tp}: each rank's part has to be whole blocks. Lower rollout.tp, or set "

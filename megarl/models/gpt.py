@@ -50,6 +50,7 @@ def transformer_config(
         add_qkv_bias=config.qkv_bias,
         # Of norms of heads alone: Megatron sums their gradients over tensor parallel, and those of latents are whole.
         qk_layernorm=config.qk_norm,
+        rotary_interleaved=config.interleaved_rope,
         gated_linear_unit=True,
         activation_func=ACTIVATIONS[config.activation],
         normalization="RMSNorm",

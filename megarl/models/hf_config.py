@@ -90,16 +90,17 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         rope=rope,
         norm_eps=fields.number("rms_norm_eps"),
         tied_embeddings=fields.flag("tie_word_embeddings", family.tied),
-        qkv_bias=_said(fields, family.qkv_bias),
+        qkv_bias=_said(fields, family.qkv_bias, unsaid=family.qkv_bias_unsaid),
         qk_norm=_said(fields, family.qk_norm),
         eos_token_ids=fields.counts("eos_token_id", lone=True),
         moe=moe,
         moe_layers=moe_layers,
         mla=mla,
         rotary_dim=None if family.rotary_share is None else read_rotary_dim(fields, head_dim, family.rotary_share),
+        interleaved_rope=family.interleaved,
         activation=family.activation,
         norm_offset=family.gemma,
-        sandwich_norms=family.gemma,
+        sandwich_norms=family.gemma or family.sandwich,
         embedding_scale=hidden**0.5 if family.gemma else 1.0,
         query_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5 if family.gemma else None,
         window=window,
@@ -111,9 +112,9 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     return _with_head(config, fields, heads_of[architecture])
 
 
-def _said(fields: Fields, answer: bool | str) -> bool:
+def _said(fields: Fields, answer: bool | str, *, unsaid: bool = False) -> bool:
     """What a family has, or what the key says where it leaves that to one. Raises UserError."""
-    return answer if isinstance(answer, bool) else fields.flag(answer, False)
+    return answer if isinstance(answer, bool) else fields.flag(answer, unsaid)
 
 
 def _with_head(config: ModelConfig, fields: Fields, architecture: str) -> ModelConfig:

@@ -131,9 +131,9 @@ class Gatherer:
             if holder == self._rank:
                 steps.puts.append(_Put(whole, unit, part))
             elif holder not in writers:
-                target = window(whole, part, unit.source)
-                for turn, rows in turns.of(unit, part, len(holders), self.dtype):
-                    steps.round(turn).receives.append((holder, target[rows], unit.dtype(self.dtype)))
+                for turn, rows, _ in turns.of(unit, part, len(holders), self.dtype):
+                    target = window(whole, part, rows)
+                    steps.round(turn).receives.append((holder, target, unit.dtype(self.dtype)))
         return whole
 
     def _give(
@@ -159,7 +159,7 @@ class Gatherer:
             coming = list(turns.of(unit, part, len(holders), self.dtype))
             if holder == self._rank and coming:
                 mine = take(self._held.value(unit.rule, part), part, unit.source)
-                for turn, rows in coming:
+                for turn, _, rows in coming:
                     steps.round(turn).sends.append((to, mine[rows]))
 
     def _begin(self, together: _Round) -> _Begun:
@@ -274,24 +274,24 @@ class _Turns:
     _round: int = 0
     _staged: int = 0
 
-    def of(self, unit: Unit, part: Part, count: int, dtype: torch.dtype) -> Iterator[tuple[int, slice]]:
-        """The rounds of a part, one of `count`, each with its rows; none where it is empty."""
-        where = part.rows(unit.source)
-        num_rows = where.stop - where.start
+    def of(self, unit: Unit, part: Part, count: int, dtype: torch.dtype) -> Iterator[tuple[int, slice, slice]]:
+        """The rounds of a part, one of `count`, each with its rows of the tensor and of `take`'s; none where it is empty."""
         width = math.prod(part.shape[1:]) * unit.dtype(dtype).itemsize
-        if not num_rows * width:
-            return
-        if not is_staged(unit, count):
-            yield self._round, slice(0, num_rows)
-            return
-        start = 0
-        while start < num_rows:
-            if self._staged and self._staged + width > self.staged_bytes:
-                self._round, self._staged = self._round + 1, 0
-            stop = min(num_rows, start + max(1, (self.staged_bytes - self._staged) // width))
-            self._staged += (stop - start) * width
-            yield self._round, slice(start, stop)
-            start = stop
+        taken = 0
+        for where in part.ranges(unit.source) if width else []:
+            start = where.start
+            while start < where.stop:
+                stop = self._stop(start, where.stop, width) if is_staged(unit, count) else where.stop
+                yield self._round, slice(start, stop), slice(taken, taken + stop - start)
+                start, taken = stop, taken + stop - start
+
+    def _stop(self, start: int, stop: int, width: int) -> int:
+        """Behind the last of these rows that come in the round, which is another where this one is full."""
+        if self._staged and self._staged + width > self.staged_bytes:
+            self._round, self._staged = self._round + 1, 0
+        stop = min(stop, start + max(1, (self.staged_bytes - self._staged) // width))
+        self._staged += (stop - start) * width
+        return stop
 
 
 def is_staged(unit: Unit, count: int) -> bool:

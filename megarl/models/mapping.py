@@ -35,22 +35,19 @@ def split(rule: Rule, parts: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
 
 def take(held: Tensor, part: Part, source: int) -> Tensor:
     """What a rank's part holds of one HF tensor, rows in HF's order: a view where the rows are neighbours."""
-    pieces = [held[run.at : run.at + run.stop - run.start] for run in part.runs if run.source == source]
+    pieces = [held[run.at : run.at + run.stop - run.start] for run in part.of(source)]
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat(pieces) if pieces else held[:0]
 
 
-def window(tensor: Tensor, part: Part, source: int) -> Tensor:
-    """The rows and columns of a whole HF tensor that the part holds: a view, of the shape of `take`'s result."""
-    rows = tensor[part.rows(source)]
-    return rows if part.columns is None else rows[:, part.columns]
+def window(tensor: Tensor, part: Part, rows: slice) -> Tensor:
+    """Rows of a whole HF tensor, of the columns that the part holds: a view."""
+    return tensor[rows] if part.columns is None else tensor[rows, part.columns]
 
 
 def put(tensor: Tensor, held: Tensor, part: Part, source: int) -> None:
     """Write what a rank's part holds of one HF tensor into the whole one, run by run: no row is copied twice."""
     for run in part.runs:
         if run.source == source:
-            rows = tensor[run.start : run.stop]
-            target = rows if part.columns is None else rows[:, part.columns]
-            target.copy_(held[run.at : run.at + run.stop - run.start])
+            window(tensor, part, slice(run.start, run.stop)).copy_(held[run.at : run.at + run.stop - run.start])

@@ -1,7 +1,8 @@
 """Which rows and columns of HF's tensors a rank holds, and which rank holds what. Pure arithmetic, without torch.
 
 The rows of a rule's sources take turns (`Rule.rounds`), and ranks cut the result evenly by rows: so a rank always holds
-one range of rows of each source, also where a rank's share begins in the middle of a key-value head's rows.
+one range of rows of each source, also where a rank's share begins in the middle of a key-value head's rows; and where a
+source is several tensors, one below the other (`Source.pieces`), one range of each.
 """
 
 from __future__ import annotations
@@ -38,10 +39,19 @@ class Part:
     columns: slice | None
     padding: int
 
-    def rows(self, source: int) -> slice:
-        """The rows of a source that the part holds: always one range."""
-        mine = [run for run in self.runs if run.source == source]
-        return slice(mine[0].start, mine[-1].stop) if mine else slice(0, 0)
+    def of(self, source: int) -> list[Run]:
+        """The runs of a source, in the order of its rows."""
+        return sorted((run for run in self.runs if run.source == source), key=lambda run: run.start)
+
+    def ranges(self, source: int) -> list[slice]:
+        """The rows of a source that the part holds: neighbouring runs are one range."""
+        found: list[slice] = []
+        for run in self.of(source):
+            if found and found[-1].stop == run.start:
+                found[-1] = slice(found[-1].start, run.stop)
+            else:
+                found.append(slice(run.start, run.stop))
+        return found
 
 
 def num_parts(rule: Rule, layout: Layout) -> int:
@@ -71,18 +81,21 @@ def part_of(rule: Rule, index: int, count: int) -> Part:
 def _runs(rule: Rule, count: int, low: int, high: int) -> Iterator[Run]:
     """Runs of the rows [low, high) of the whole tensor."""
     rounds = rule.rounds or count
-    blocks = []
-    for source in rule.sources:
-        block, rest = divmod(source.shape[0], rounds)
-        assert rest == 0, (rule.megatron, source, rounds)
-        blocks.append(block)
-    turn = sum(blocks)
+    blocks = []  # source, its row where a piece begins, rows of the piece in a turn
+    for number, source in enumerate(rule.sources):
+        begins = 0
+        for rows in source.blocks:
+            block, rest = divmod(rows, rounds)
+            assert rest == 0, (rule.megatron, source, rounds)
+            blocks.append((number, begins, block))
+            begins += rows
+    turn = sum(block for _, _, block in blocks)
     for index in range(low // turn, min(rounds, -(-high // turn))):
         position = index * turn
-        for number, block in enumerate(blocks):
+        for number, begins, block in blocks:
             start, stop = max(position, low), min(position + block, high)
             if start < stop:
-                offset = index * block - position
+                offset = begins + index * block - position
                 yield Run(number, start + offset, stop + offset, start - low)
             position += block
 

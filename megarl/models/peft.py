@@ -165,7 +165,9 @@ def factor_rules(weight: Rule, rank: int) -> tuple[Rule, Rule]:
     lora_b = replace(
         weight,
         megatron=f"{linear}.lora_b",
-        sources=tuple(Source(_peft_name(each.name, "lora_B"), (each.shape[0], rank)) for each in weight.sources),
+        sources=tuple(
+            replace(each, name=_peft_name(each.name, "lora_B"), shape=(each.shape[0], rank)) for each in weight.sources
+        ),
         cut="rows" if weight.cut == "rows" else "whole",
     )
     return lora_a, lora_b

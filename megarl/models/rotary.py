@@ -19,10 +19,18 @@ class Rotary(RotaryEmbedding):  # type: ignore[misc]
     The angles are computed anew in each pass: they cost little, and upstream's cache keeps dozens of lengths alive.
     """
 
-    def __init__(self, tables: list[Tensor], cp_group: Any, device: str, factor: float = 1.0) -> None:
-        """factor: what latent attention multiplies cosine and sine by."""
+    def __init__(
+        self,
+        tables: list[Tensor],
+        cp_group: Any,
+        device: str,
+        factor: float = 1.0,
+        *,
+        interleaved: bool = False,
+    ) -> None:
+        """factor: what latent attention multiplies cosine and sine by. interleaved: angles of neighbours are the same."""
         super().__init__(2 * tables[0].numel(), 1.0, use_cpu_initialization=True, cp_group=cp_group)
-        self.factor = factor
+        self.factor, self.rotary_interleaved = factor, interleaved
         self.inv_freq = tables[0].to(device)
         self._tables = [table.to(device) for table in tables]
 
@@ -37,7 +45,9 @@ class Rotary(RotaryEmbedding):  # type: ignore[misc]
         for table in self._tables:
             positions = torch.arange(offset, offset + max_seq_len, device=table.device, dtype=torch.float32)
             angle = torch.outer(positions, table)
-            angle = torch.cat([angle, angle], dim=-1)[:, None, None]
+            both = [angle, angle]
+            angle = torch.stack(both, dim=-1).flatten(1) if self.rotary_interleaved else torch.cat(both, dim=-1)
+            angle = angle[:, None, None]
             if group.size() > 1 and not packed_seq:
                 angle = get_pos_emb_on_this_cp_rank(angle, 0, group)
             angles.append(angle)
@@ -66,6 +76,6 @@ def make_rotary(config: ModelConfig, cp_group: Any, device: str) -> Rotary:
         inverse_frequencies(rope, config.rotated) for rope in (config.rope, config.local_rope) if rope is not None
     ]
     if config.mla is None:
-        return Rotary(tables, cp_group, device)
+        return Rotary(tables, cp_group, device, interleaved=config.interleaved_rope)
     make = ScaledRotary if scales_rotation(config) else Rotary
     return make(tables, cp_group, device, attention_factor(config.rope))

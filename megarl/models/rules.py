@@ -27,7 +27,7 @@ LayerSpec = Literal["torch", "transformer_engine"]
 class Row:
     """A line of the table. Names are those within a layer, and `{e}` in them stands for the expert.
 
-    hf: pairs of an HF name and the names of its sizes (see `_sizes`). when: features that a layer needs to have it (see
+    hf: pairs of an HF name and the names of its sizes (see `_sizes`); `a+b` is a tensor of several, one below the other. when: features that a layer needs to have it (see
     `_features`). fused, fused_cut: name and cut under Transformer Engine, where they differ. is_buffer: not a parameter,
     and float32 whatever the model is.
     """
@@ -54,6 +54,7 @@ QKV_BIAS = (
     ("self_attn.v_proj.bias", "keys"),
 )
 GATE_UP = (("mlp.gate_proj.weight", "ffn hidden"), ("mlp.up_proj.weight", "ffn hidden"))
+GATE_UP_IN_ONE = (("mlp.gate_up_proj.weight", "ffn+ffn hidden"),)
 EXPERT_GATE_UP = (
     ("mlp.experts.{e}.gate_proj.weight", "expert_ffn hidden"),
     ("mlp.experts.{e}.up_proj.weight", "expert_ffn hidden"),
@@ -122,32 +123,43 @@ LAYER = (
         when="latent",
     ),
     Row("self_attention.linear_proj.weight", (("self_attn.o_proj.weight", "hidden values"),), "columns"),
-    # Norm before the MLP; Gemma has norms behind attention and MLP too, and its HF names move on by one.
+    # Norm before the MLP; Gemma and GLM-4 have norms behind attention and MLP too, and Gemma's HF names move on by one.
     Row(
         "self_attention.linear_proj.post_layernorm.weight",
         (("post_attention_layernorm.weight", "hidden"),),
-        when="sandwich",
+        when="gemma_norms",
+    ),
+    Row(
+        "self_attention.linear_proj.post_layernorm.weight",
+        (("post_self_attn_layernorm.weight", "hidden"),),
+        when="glm4_norms",
     ),
     Row(
         "pre_mlp_layernorm.weight",
         (("post_attention_layernorm.weight", "hidden"),),
-        when="plain dense",
+        when="common_norms dense",
         fused=NORM_IN_FC1,
     ),
     Row(
         "pre_mlp_layernorm.weight",
         (("pre_feedforward_layernorm.weight", "hidden"),),
-        when="sandwich dense",
+        when="gemma_norms dense",
         fused=NORM_IN_FC1,
     ),
-    Row("pre_mlp_layernorm.weight", (("post_attention_layernorm.weight", "hidden"),), when="plain experts"),
+    Row("pre_mlp_layernorm.weight", (("post_attention_layernorm.weight", "hidden"),), when="common_norms experts"),
     # A dense MLP ...
-    Row("mlp.linear_fc1.weight", GATE_UP, "rows", "halves", "dense"),
+    Row("mlp.linear_fc1.weight", GATE_UP, "rows", "halves", "dense gate_apart"),
+    Row("mlp.linear_fc1.weight", GATE_UP_IN_ONE, "rows", "halves", "dense gate_in_one"),
     Row("mlp.linear_fc2.weight", (("mlp.down_proj.weight", "hidden ffn"),), "columns", when="dense"),
     Row(
         "mlp.linear_fc2.post_layernorm.weight",
         (("post_feedforward_layernorm.weight", "hidden"),),
-        when="sandwich dense",
+        when="gemma_norms dense",
+    ),
+    Row(
+        "mlp.linear_fc2.post_layernorm.weight",
+        (("post_mlp_layernorm.weight", "hidden"),),
+        when="glm4_norms dense",
     ),
     # ... or experts, under two sets of HF names.
     Row("mlp.router.weight", (("mlp.gate.weight", "experts hidden"),), when="experts common_names"),
@@ -191,10 +203,16 @@ TIED_HEAD = Row("output_layer.weight", EMBEDDING.hf, "rows", "padded")
 
 @dataclass(frozen=True)
 class Source:
-    """An HF tensor that a rule is made of."""
+    """An HF tensor that a rule is made of. pieces: rows of the tensors that it is, one below the other; () is one alone."""
 
     name: str
     shape: tuple[int, ...]
+    pieces: tuple[int, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Rows of each piece."""
+        return self.pieces or self.shape[:1]
 
 
 @dataclass(frozen=True)
@@ -202,8 +220,8 @@ class Rule:
     """One Megatron parameter of the whole model, by its global name: the row, for this layer and this expert.
 
     layer: the layer that it lives with: embeddings with the first, final norm and head with the last. expert: None where
-    tensor parallel cuts it, not expert-tensor parallel. rounds: how often the rows of all sources take turns; 0 is once
-    for each rank. is_padded: zeros fill up the rows to a multiple of the ranks. is_copy: a second copy of a tensor that
+    tensor parallel cuts it, not expert-tensor parallel. rounds: how often the rows of all sources, and of their pieces, take
+    turns; 0 is once for each rank. is_padded: zeros fill up the rows to a multiple of the ranks. is_copy: a second copy of a tensor that
     another rule has; it is loaded, and never exported.
     """
 
@@ -264,10 +282,7 @@ def _rule(
     fused = spec == "transformer_engine"
     ours, theirs = prefixes
     number = "" if expert is None else str(expert)
-    sources = tuple(
-        Source(theirs + name.replace("{e}", number), tuple(sizes[size] for size in names.split()))
-        for name, names in row.hf
-    )
+    sources = tuple(_source(theirs + name.replace("{e}", number), names, sizes) for name, names in row.hf)
     name = row.fused if fused and row.fused else row.megatron
     return Rule(
         megatron=ours + name.replace("{e}", number),
@@ -282,6 +297,13 @@ def _rule(
     )
 
 
+def _source(name: str, names: str, sizes: dict[str, int]) -> Source:
+    rows, *columns = names.split()
+    pieces = tuple(sizes[size] for size in rows.split("+"))
+    shape = sum(pieces), *(sizes[size] for size in columns)
+    return Source(name, shape, pieces if len(pieces) > 1 else ())
+
+
 def _features(config: ModelConfig, layer: int) -> frozenset[str]:
     """What a layer is made of, in the words of the table's `when`."""
     moe, mla = config.moe, config.mla
@@ -292,14 +314,17 @@ def _features(config: ModelConfig, layer: int) -> frozenset[str]:
         "latent_queries": mla is not None and mla.q_rank is not None,
         "qkv_bias": config.qkv_bias,
         "qk_norm": config.qk_norm,
-        "sandwich": config.sandwich_norms,
-        "plain": not config.sandwich_norms,
+        "gemma_norms": config.sandwich_norms and config.family != "glm4",
+        "glm4_norms": config.sandwich_norms and config.family == "glm4",
+        "common_norms": not config.sandwich_norms or config.family == "glm4",
         "dense": layer not in config.moe_layers,
         "experts": layer in config.moe_layers,
         "score_bias": moe is not None and moe.score_bias,
         "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0,
         "mixtral_names": config.family == "mixtral",
         "common_names": config.family != "mixtral",
+        "gate_in_one": config.family == "glm4",
+        "gate_apart": config.family != "glm4",
     }
     return frozenset(name for name, holds in found.items() if holds)
 

@@ -5,6 +5,7 @@ Checked on SGLang 0.5.21, family by family, against what its servers say that th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.models.config import ModelConfig
@@ -67,7 +68,7 @@ def held_by(config: ModelConfig, tp: int, *, pads: bool) -> list[Held]:
             name = _engine_name(config, source.name, rule)
             for rank in range(tp):
                 pieces, _ = found.setdefault((rank, name), ([], rule.is_buffer or _is_wide(config, rule)))
-                pieces.append(server.piece(rule, source, rank))
+                pieces += server.pieces(rule, source, rank)
     return [Held(rank, name, tuple(pieces), wide) for (rank, name), (pieces, wide) in found.items()]
 
 
@@ -101,17 +102,20 @@ class _Server:
     tp: int
     pads: bool
 
-    def piece(self, rule: Rule, source: Source, rank: int) -> Piece:
-        """A rank's part of an HF tensor."""
-        rows = source.shape[0]
+    def pieces(self, rule: Rule, source: Source, rank: int) -> Iterator[Piece]:
+        """A rank's part of an HF tensor: one piece, or one of each tensor that is in it."""
+        rows, begins = source.shape[0], 0
         # Gemma's embedding is one of torch's own, whole on every rank.
         if rule.cut == "whole" or (source.name in VOCABULARY and self.config.family == "gemma3"):
-            return Piece(source.name, 0, rows)
-        if rule.cut == "columns":
+            yield Piece(source.name, 0, rows)
+        elif rule.cut == "columns":
             start, stop, beside = self._share(rule, source.name, source.shape[1], rank)
-            return Piece(source.name, 0, rows, (start, stop), beside=beside)
-        start, stop, below = self._share(rule, source.name, rows, rank)
-        return Piece(source.name, start, stop, below=below)
+            yield Piece(source.name, 0, rows, (start, stop), beside=beside)
+        else:
+            for size in source.blocks:
+                start, stop, below = self._share(rule, source.name, size, rank)
+                yield Piece(source.name, begins + start, begins + stop, below=below)
+                begins += size
 
     def _share(self, rule: Rule, name: str, size: int, rank: int) -> tuple[int, int, int]:
         """[start, stop) of what is cut, and the zeros behind it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megarl.core.layout import Layout, place
@@ -52,8 +52,8 @@ def units_of(config: ModelConfig, layout: Layout, spec: LayerSpec, bytes_each: i
         ep = None if rule.expert is None else where.ep
         each = BUFFER_BYTES if rule.is_buffer else bytes_each
         together = rule.megatron.endswith(FUSED)
-        shapes = tuple(source.shape for source in rule.sources)
-        cut = _part_sizes(shapes, rule.cut, rule.rounds, rule.is_padded, num_parts(rule, layout))
+        nameless = tuple(replace(source, name="") for source in rule.sources)
+        cut = _part_sizes(nameless, rule.cut, rule.rounds, rule.is_padded, num_parts(rule, layout))
         for index, (source, sizes) in enumerate(zip(rule.sources, cut, strict=True)):
             parts = tuple(size * each for size in sizes)
             tensor = Tensor(
@@ -66,18 +66,18 @@ def units_of(config: ModelConfig, layout: Layout, spec: LayerSpec, bytes_each: i
 
 @lru_cache(maxsize=1024)
 def _part_sizes(
-    shapes: tuple[tuple[int, ...], ...], cut: Cut, rounds: int, is_padded: bool, count: int
+    sources: tuple[Source, ...], cut: Cut, rounds: int, is_padded: bool, count: int
 ) -> tuple[tuple[int, ...], ...]:
     """[source][part] elements: alike for all layers, and for all experts."""
-    rule = Rule("", tuple(Source("", shape) for shape in shapes), cut, rounds, is_padded, layer=0)
+    rule = Rule("", sources, cut, rounds, is_padded, layer=0)
     parts = [part_of(rule, index, count) for index in range(count)]
     found = []
-    for source, shape in enumerate(shapes):
+    for index, source in enumerate(sources):
         sizes = []
         for part in parts:
-            rows = part.rows(source)
-            width = math.prod(shape[1:]) if part.columns is None else part.columns.stop - part.columns.start
-            sizes.append((rows.stop - rows.start) * width)
+            rows = sum(run.stop - run.start for run in part.of(index))
+            width = math.prod(source.shape[1:]) if part.columns is None else part.columns.stop - part.columns.start
+            sizes.append(rows * width)
         found.append(tuple(sizes))
     return tuple(found)
 

@@ -32,6 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"vocab_size": 101}),
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3-direct": ("deepseek_v3", {"q_lora_rank": None, "vocab_size": 97}),
+    "glm4": ("glm4", {"vocab_size": 97}),
     "glm4_moe": ("glm4_moe", {"vocab_size": 97}),
     "glm4_moe_lite": ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}),
     "gemma3": ("gemma3", {"layer_types": ["sliding_attention", "full_attention"] * 2}),

@@ -69,6 +69,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"rope_parameters": LLAMA3 | {"mscale_all_dim": 1.0}}),
     ("deepseek_v3", {"v_head_dim": 40}),  # wider than the 24 of a query
     ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.4}, "v_head_dim": 24}),
+    ("glm4", {}),
+    ("glm4", {"attention_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    ("glm4", {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.25}}),
+    ("glm4", {"rope_parameters": LINEAR | {"partial_rotary_factor": 1.0}, "head_dim": 24}),
     ("glm4_moe", {}),
     ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
     ("glm4_moe", {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.25}, "tie_word_embeddings": True}),

@@ -37,6 +37,7 @@ CASES = [
     ("mixtral", {}),
     ("deepseek_v3", {}),
     ("deepseek_v3", {"q_lora_rank": None}),
+    ("glm4", {}),
     ("glm4_moe", {}),
     ("glm4_moe_lite", {}),
     ("gemma3", {}),

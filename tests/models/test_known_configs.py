@@ -24,6 +24,8 @@ PUBLISHED = {
     "meta-llama/Llama-3.1-8B-Instruct": 8.03,
     "meta-llama/Llama-3.1-70B-Instruct": 70.6,
     "deepseek-ai/DeepSeek-V3": 671.0,
+    "zai-org/GLM-4-9B-0414": 9.40,
+    "zai-org/GLM-4-32B-0414": 32.6,
     "zai-org/GLM-4.5-Air": 106,
     "zai-org/GLM-4.5": 355,
     "zai-org/GLM-4.7-Flash": 30,

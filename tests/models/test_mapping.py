@@ -54,7 +54,8 @@ def test_layout_to_layout_needs_no_way_round_by_hf(case: tuple[ModelConfig, Layo
         for holder, tensor in zip(dealing.holders(rule), held, strict=True):
             part = dealing.part(rule, place(holder, layout))
             for index, source in enumerate(sources):
-                assert torch.equal(take(tensor, part, index), window(source, part, index))
+                windows = [window(source, part, rows) for rows in part.ranges(index)]
+                assert torch.equal(take(tensor, part, index), torch.cat(windows) if windows else tensor[:0])
 
 
 def test_queries_stand_beside_their_keys_and_values() -> None:
@@ -74,6 +75,17 @@ def test_each_rank_holds_a_part_of_gate_and_of_up() -> None:
     gate, up = torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None], torch.tensor([5.0, 6.0, 7.0, 8.0])[:, None]
     assert cut(rule, [gate, up], 1) == [[1, 2, 3, 4, 5, 6, 7, 8]]
     assert cut(rule, [gate, up], 2) == [[1, 2, 5, 6], [3, 4, 7, 8]]
+
+
+def test_gate_and_up_in_one_tensor_are_cut_as_two_are() -> None:
+    rule = rule_named(replace(PLAIN, hidden_size=1, family="glm4"), "layers.0.mlp.linear_fc1.weight")
+    assert [source.name for source in rule.sources] == ["model.layers.0.mlp.gate_up_proj.weight"]
+    both = torch.arange(1.0, 9.0)[:, None]
+    assert cut(rule, [both], 1) == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    assert cut(rule, [both], 2) == [[1, 2, 5, 6], [3, 4, 7, 8]]
+    second = part_of(rule, 1, 2)
+    assert second.ranges(0) == [slice(2, 4), slice(6, 8)]
+    assert take(merge(rule, [both], 1, 2), second, 0).flatten().tolist() == [3, 4, 7, 8]
 
 
 def test_output_projections_are_cut_by_columns() -> None:

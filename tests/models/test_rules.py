@@ -38,6 +38,8 @@ DEEPSEEK = replace(
         ("mixtral", {}),
         ("deepseek_v3", {}),
         ("deepseek_v3", {"q_lora_rank": None}),
+        ("glm4", {}),
+        ("glm4", {"attention_bias": False}),
         ("glm4_moe", {}),
         ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
         ("glm4_moe_lite", {}),

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "gemma3": ("gemma3", {}, TP),
     "deepseek_v3-dense": ("deepseek_v3", {"first_k_dense_replace": 3, "num_hidden_layers": 2}, TP),
     "deepseek_v3": ("deepseek_v3", {"q_lora_rank": None}, EP),
+    "glm4": ("glm4", {"num_key_value_heads": 1, "vocab_size": 97}, TP),
     "glm4_moe-dense": ("glm4_moe", {"first_k_dense_replace": 3, "num_key_value_heads": 1}, TP),
     "glm4_moe": ("glm4_moe", {}, EP),
     "glm4_moe_lite": ("glm4_moe_lite", {}, EP),

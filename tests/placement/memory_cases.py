@@ -71,6 +71,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tied": ("qwen2", "Qwen2", {"tie_word_embeddings": True, "vocab_size": 4096}),
     "experts": ("qwen3_moe", "Qwen3Moe", EXPERTS),
     "latent": ("deepseek_v3", "DeepseekV3", LATENT),
+    "neighbours rotated": ("glm4", "Glm4", {}),
     "partly rotated": ("glm4_moe", "Glm4Moe", PARTLY_ROTATED),
     "local": ("gemma3", "Gemma3", LOCAL),
 }

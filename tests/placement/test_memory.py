@@ -217,6 +217,8 @@ MEASURED = (
     Case("experts", recompute="full", recompute_num_layers=3, tokens=128),
     Case("experts", tokens=128),
     Case("latent", dtype="bfloat16", tokens=128),
+    Case("neighbours rotated", dtype="bfloat16", tokens=128),
+    Case("neighbours rotated", tokens=128),
     Case("partly rotated", dtype="bfloat16", tokens=128),
     Case("dense, qk norm", lora=Lora(rank=8), tokens=256),
     Case("dense", head=False, recompute="selective", tokens=256),

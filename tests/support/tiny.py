@@ -17,6 +17,7 @@ CONFIGS = {
     "mistral": "MistralConfig",
     "mixtral": "MixtralConfig",
     "deepseek_v3": "DeepseekV3Config",
+    "glm4": "Glm4Config",
     "glm4_moe": "Glm4MoeConfig",
     "glm4_moe_lite": "Glm4MoeLiteConfig",
     "gemma3": "Gemma3TextConfig",

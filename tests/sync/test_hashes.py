@@ -78,6 +78,7 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("mistral", {}, (2,)),
         ("mixtral", {}, (2,)),
         ("deepseek_v3", {}, (2,)),
+        ("glm4", {"intermediate_size": 80, "num_key_value_heads": 1}, (1, 2)),
         ("glm4_moe", {}, (1, 2)),
         ("glm4_moe_lite", {}, (1, 2)),
         ("gemma3", {"vocab_size": 130}, (2,)),
