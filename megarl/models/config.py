@@ -41,6 +41,7 @@ class Moe:
     0 where there are none. score: how router logits become scores. normalize: chosen scores are divided by their sum.
     scaling_factor: multiplies the chosen scores. num_groups, top_groups: group-limited routing; 0 is off.
     score_bias: a bias for each expert, added for the choice alone (DeepSeek-V3's e_score_correction_bias).
+    shared_gate: the shared experts' output is multiplied by a sigmoid of the token's own (Qwen1.5-MoE).
     """
 
     num_experts: int
@@ -53,6 +54,7 @@ class Moe:
     num_groups: int = 0
     top_groups: int = 0
     score_bias: bool = False
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)

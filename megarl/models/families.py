@@ -31,7 +31,8 @@ class MoeKeys:
 
     normalize: a key, or the answer where there is none. sparse: which layers have experts; "step" is Qwen's
     decoder_sparse_step with mlp_only_layers, "after" DeepSeek's first_k_dense_replace, "named" those that mlp_layer_types
-    names: all but the first where there is none.
+    names: all but the first where there is none. num_shared: how many shared experts, each as wide as the others;
+    shared_ffn_hidden_size: of one shared expert with a width of its own, and with a gate.
     """
 
     num_experts: tuple[str, ...]  # names of several generations of transformers; the first that is there
@@ -40,6 +41,7 @@ class MoeKeys:
     normalize: str | bool
     score: Literal["softmax", "sigmoid"] = "softmax"
     num_shared: str | None = None
+    shared_ffn_hidden_size: str | None = None
     scaling_factor: str | None = None
     num_groups: str | None = None
     top_groups: str | None = None
@@ -89,6 +91,7 @@ QWEN3_MOE = MoeKeys(
     sparse="step",
     normalize="norm_topk_prob",
 )
+QWEN2_MOE = replace(QWEN3_MOE, shared_ffn_hidden_size="shared_expert_intermediate_size")
 MIXTRAL = MoeKeys(num_experts=("num_local_experts",), ffn_hidden_size="intermediate_size", sparse="all", normalize=True)
 DEEPSEEK_V3 = MoeKeys(
     num_experts=("n_routed_experts", "num_local_experts"),
@@ -149,6 +152,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window="all",
             window_switch=True,
             window_default=4096,
+        ),
+        "Qwen2MoeForCausalLM": Family(
+            "qwen2_moe",
+            ("qwen2_moe",),
+            qkv_bias="qkv_bias",
+            qkv_bias_unsaid=True,
+            moe=QWEN2_MOE,
+            only=_QWEN2_ONLY,
         ),
         "LlamaForCausalLM": Family("llama", ("llama",)),
         "MistralForCausalLM": Family("mistral", ("mistral",), window="all", window_default=4096),

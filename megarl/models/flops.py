@@ -26,7 +26,7 @@ class ForwardFlops:
     """One forward pass, by where the operations are; over all layers and all tokens.
 
     projections: attention's linear layers. attention: queries against keys, and probabilities against values.
-    mlp: dense MLPs, routers, routed and shared experts. logits: the output layer.
+    mlp: dense MLPs, routers, routed and shared experts with their gates. logits: the output layer.
     """
 
     projections: float
@@ -125,4 +125,4 @@ def _mlp_weights(config: ModelConfig) -> float:
     if moe is None:
         return dense
     experts = 3 * hidden * (moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size)
-    return dense + num_moe * (hidden * moe.num_experts + experts)
+    return dense + num_moe * (hidden * (moe.num_experts + moe.shared_gate) + experts)

@@ -1,7 +1,7 @@
 """Which weights servers hold in FP8 where a run quantises them, and what a server is told of it. Without torch.
 
 As DeepSeek-V3 and Qwen3-FP8 are published: the linears of layers, attention's and MLPs', all experts among them; not
-embeddings, head, norms, biases and routers. How numbers become FP8 is in fp8_quantize.py; folders that have it, in hf_fp8.py.
+embeddings, head, norms, biases, routers and the gates of shared experts. How numbers become FP8 is in fp8_quantize.py; folders that have it, in hf_fp8.py.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.models.config import ModelConfig
 from megarl.models.hf_fp8 import FORMAT, METHOD, QUANTIZATION
-from megarl.models.rules import Rule, rules
+from megarl.models.rules import SHARED_GATE, Rule, rules
 
 BLOCK = 128  # rows and columns that share a scale
 # SGLang 0.5.21 renames their scales as if there were one for each tensor (models/llama.py), finds none of that name, and drops
 # them: every weight would be multiplied by the smallest float32.
 UNSCALED_FAMILIES = ("llama", "mistral")
-ROUTER = "mlp.router.weight"
+UNQUANTISED = ("mlp.router.weight", SHARED_GATE)
 
 
 def quantization_settings() -> dict[str, Any]:
@@ -74,5 +74,5 @@ def check_servable(config: ModelConfig, tp: int) -> None:
 def _linears(config: ModelConfig) -> Iterator[Rule]:
     for rule in rules(config, "transformer_engine"):  # which keeps whole what engines keep whole
         is_linear = rule.megatron.startswith("decoder.layers.") and len(rule.sources[0].shape) == 2
-        if is_linear and not rule.megatron.endswith(ROUTER):
+        if is_linear and not rule.megatron.endswith(UNQUANTISED):
             yield rule

@@ -126,6 +126,7 @@ def _moe(config: ModelConfig, fused: bool, aux_loss_coef: float) -> dict[str, An
         "moe_layer_freq": [int(index in config.moe_layers) for index in range(config.num_layers)],
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": moe.shared_gate,
         "moe_router_topk": moe.top_k,
         "moe_router_score_function": moe.score,
         # The softmax of the chosen logits is the softmax of all, divided by the sum of the chosen.

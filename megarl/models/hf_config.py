@@ -154,7 +154,8 @@ def _check_present(fields: Fields, family: Family, architecture: str) -> None:
     if family.moe is not None:
         keys = family.moe
         wanted += [fields.first(keys.num_experts), keys.ffn_hidden_size, "num_experts_per_tok"]
-        wanted += [key for key in (keys.num_shared, keys.scaling_factor, keys.num_groups, keys.top_groups) if key]
+        named = keys.num_shared, keys.shared_ffn_hidden_size, keys.scaling_factor, keys.num_groups, keys.top_groups
+        wanted += [key for key in named if key]
         wanted += ["first_k_dense_replace"] if keys.sparse == "after" else []
     missing = [key for key in wanted if key not in fields.raw]
     if missing:
@@ -276,15 +277,23 @@ def _moe(fields: Fields, family: Family, layers: int) -> tuple[Moe | None, froze
         num_experts=fields.count(fields.first(keys.num_experts), most=MOST_EXPERTS),
         top_k=fields.count("num_experts_per_tok"),
         ffn_hidden_size=ffn,
-        shared_ffn_hidden_size=ffn * fields.count(keys.num_shared, 0, least=0) if keys.num_shared else 0,
+        shared_ffn_hidden_size=_shared(fields, keys, ffn),
         score=keys.score,
         normalize=_normalizes(fields, keys),
         scaling_factor=fields.number(keys.scaling_factor, 1.0) if keys.scaling_factor else 1.0,
         num_groups=fields.count(keys.num_groups, 1) if keys.num_groups else 0,
         top_groups=fields.count(keys.top_groups, 1) if keys.top_groups else 0,
         score_bias=keys.score_bias,
+        shared_gate=keys.shared_ffn_hidden_size is not None,
     )
     return _checked_routing(fields, moe), sparse
+
+
+def _shared(fields: Fields, keys: MoeKeys, ffn: int) -> int:
+    """Width of the shared experts together. ffn: of one of the others."""
+    if keys.shared_ffn_hidden_size is not None:
+        return fields.count(keys.shared_ffn_hidden_size)
+    return ffn * fields.count(keys.num_shared, 0, least=0) if keys.num_shared else 0
 
 
 def _normalizes(fields: Fields, keys: MoeKeys) -> bool:

@@ -67,6 +67,11 @@ SHARED_GATE_UP = (
     ("mlp.shared_experts.gate_proj.weight", "shared_ffn hidden"),
     ("mlp.shared_experts.up_proj.weight", "shared_ffn hidden"),
 )
+SHARED_GATE_UP_OF_ONE = (
+    ("mlp.shared_expert.gate_proj.weight", "shared_ffn hidden"),
+    ("mlp.shared_expert.up_proj.weight", "shared_ffn hidden"),
+)
+SHARED_GATE = "mlp.shared_experts.gate_weight"
 EXPERT_FC1, GROUPED_FC1 = "mlp.experts.local_experts.{e}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{e}"
 EXPERT_FC2, GROUPED_FC2 = "mlp.experts.local_experts.{e}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{e}"
 
@@ -186,12 +191,21 @@ LAYER = (
         when="experts mixtral_names",
         fused=GROUPED_FC2,
     ),
+    # Shared experts, several of them, or one with a gate.
     Row("mlp.shared_experts.linear_fc1.weight", SHARED_GATE_UP, "rows", "halves", "experts shared_experts"),
     Row(
         "mlp.shared_experts.linear_fc2.weight",
         (("mlp.shared_experts.down_proj.weight", "hidden shared_ffn"),),
         "columns",
         when="experts shared_experts",
+    ),
+    Row(SHARED_GATE, (("mlp.shared_expert_gate.weight", "one hidden"),), when="experts shared_expert"),
+    Row("mlp.shared_experts.linear_fc1.weight", SHARED_GATE_UP_OF_ONE, "rows", "halves", "experts shared_expert"),
+    Row(
+        "mlp.shared_experts.linear_fc2.weight",
+        (("mlp.shared_expert.down_proj.weight", "hidden shared_ffn"),),
+        "columns",
+        when="experts shared_expert",
     ),
 )
 EMBEDDING = Row("embedding.word_embeddings.weight", (("model.embed_tokens.weight", "vocab hidden"),), "rows", "padded")
@@ -320,7 +334,8 @@ def _features(config: ModelConfig, layer: int) -> frozenset[str]:
         "dense": layer not in config.moe_layers,
         "experts": layer in config.moe_layers,
         "score_bias": moe is not None and moe.score_bias,
-        "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0,
+        "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0 and not moe.shared_gate,
+        "shared_expert": moe is not None and moe.shared_gate,
         "mixtral_names": config.family == "mixtral",
         "common_names": config.family != "mixtral",
         "gate_in_one": config.family == "glm4",

@@ -120,6 +120,8 @@ class Counting:
         steps = 2 + full if self.fused else 5 + full
         kept = self.norm(self.config.hidden_size, output=True) + full * rows + steps * width
         kept = kept + self._router(moe) + self._gated(shared)
+        if moe.shared_gate:  # what is gated, and the gate
+            kept = kept + self.hidden + self.tokens * self.each / self.between
         # Permuted tokens as sent, and what the experts put out; without grouped products once more, to put it together.
         sent = rows * (2 if self.fused else 3) + self.hidden * (shared > 0)
         extra = np.maximum(sent, 2 * width + rows) if self.fused else sent

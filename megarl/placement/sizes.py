@@ -17,7 +17,7 @@ class Sizes:
     """Parameters of one model, by what cuts them.
 
     attention: of one layer. dense_mlp: of one layer without experts. routed: of all experts of one layer. shared: of
-    one layer's shared experts and router. embedding: of one vocabulary matrix. head: whether a matrix of that size
+    one layer's shared experts, router and gate. embedding: of one vocabulary matrix. head: whether a matrix of that size
     stands at the end (a critic has a single row there).
     """
 
@@ -50,7 +50,7 @@ def model_sizes(config: ModelConfig, *, head: bool = True) -> Sizes:
         attention=projections,
         dense_mlp=3.0 * hidden * config.ffn_hidden_size,
         routed=0.0 if moe is None else 3.0 * hidden * moe.ffn_hidden_size * moe.num_experts,
-        shared=0.0 if moe is None else hidden * (3.0 * moe.shared_ffn_hidden_size + moe.num_experts),
+        shared=0.0 if moe is None else hidden * (3.0 * moe.shared_ffn_hidden_size + moe.num_experts + moe.shared_gate),
         embedding=float(hidden * config.vocab_size),
         tied=config.tied_embeddings,
         head=head,
@@ -58,10 +58,10 @@ def model_sizes(config: ModelConfig, *, head: bool = True) -> Sizes:
 
 
 def whole_parameters(config: ModelConfig, layers: Any, moe_layers: Any, *, fused: bool) -> Any:
-    """[N] parameters of so many layers that tensor parallel does not cut: routers; under Transformer Engine (fused) also the
+    """[N] parameters of so many layers that tensor parallel does not cut: routers and gates; under Transformer Engine (fused) also the
     linears that compress into latents."""
     hidden, moe, mla = config.hidden_size, config.moe, config.mla
-    routers = 0 if moe is None else moe_layers * hidden * moe.num_experts
+    routers = 0 if moe is None else moe_layers * hidden * (moe.num_experts + moe.shared_gate)
     latents = 0 if mla is None or not fused else layers * hidden * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)
     return routers + latents
 

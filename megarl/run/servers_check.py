@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 KEY = "rollout.servers"
 OWN_WEIGHTS = "0"  # the version of weights that no run has sent
 SEPARATE_EXPERTS = "--disable-shared-experts-fusion"
+ALL_SPARSE = {"qwen2_moe": "Qwen2-MoE", "qwen3_moe": "Qwen3-MoE"}  # families that SGLang builds with experts in all layers
 ATTENTION = "-attention-backend"  # and of prefill and decode apart
 SLIDING_FAMILIES = ("gemma3",)  # whose windows SGLang keeps to
-OWN_HEADS = ("glm4_moe", "glm4_moe_lite")  # families that SGLang builds with a head of its own
+OWN_HEADS = ("qwen2_moe", "glm4_moe", "glm4_moe_lite")  # families that SGLang builds with a head of its own
 HUB_CACHE = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/COMMIT
 
 
@@ -131,10 +132,10 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
     """Whether SGLang builds the layers that the model has. longest: tokens of a sample. Raises UserError.
 
     0.5.21 knows no sliding window in models of Llama's kind (models/qwen2.py, qwen3.py, qwen3_moe.py, mistral.py, mixtral.py):
-    they attend to all tokens. It reads neither mlp_only_layers nor decoder_sparse_step (models/qwen3_moe.py: every layer is
-    sparse): weights of a dense layer would go nowhere, and experts that nothing fills would answer. GLM-4.5 and GLM-4.7-Flash
-    it builds with a head of its own (models/glm4_moe.py, glm4_moe_lite.py), which nothing would fill either; and the latter with
-    experts in all layers behind the first dense ones.
+    they attend to all tokens. It reads neither mlp_only_layers nor decoder_sparse_step (models/qwen2_moe.py, qwen3_moe.py: every
+    layer is sparse): weights of a dense layer would go nowhere, and experts that nothing fills would answer. Qwen2-MoE, GLM-4.5
+    and GLM-4.7-Flash it builds with a head of their own (models/qwen2_moe.py, glm4_moe.py, glm4_moe_lite.py), which nothing would
+    fill either; and the last with experts in all layers behind the first dense ones.
     """
     if model.window is not None and model.window < longest - 1 and model.family not in SLIDING_FAMILIES:
         raise UserError(
@@ -160,11 +161,11 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
             "its config.json), and SGLang builds experts in all layers behind the first without: it cannot serve this model. "
             "Take one whose dense layers come first."
         )
-    if model.family == "qwen3_moe" and model.moe is not None and dense:
+    if model.family in ALL_SPARSE and model.moe is not None and dense:
         raise UserError(
             f"{where}: layers {', '.join(map(str, dense[:4]))}{', ...' if len(dense) > 4 else ''} of the model have an MLP "
-            "without experts (mlp_only_layers, decoder_sparse_step in its config.json), and SGLang builds Qwen3-MoE with experts "
-            "in every layer: it cannot serve this model. Take one that has experts in all of its layers."
+            "without experts (mlp_only_layers, decoder_sparse_step in its config.json), and SGLang builds {ALL_SPARSE[model.family]} with "
+            "experts in every layer: it cannot serve this model. Take one that has experts in all of its layers."
         )
 
 
@@ -186,7 +187,8 @@ def _check_quantization(recipe: Recipe, model: ModelConfig, platform: Platform, 
 
 def _check_hashes(recipe: Recipe, model: ModelConfig, platform: Platform) -> None:
     """Whether hashes of the servers' weights can be told from the trainer's (`sync.verify`). Raises UserError."""
-    shared = model.moe is not None and model.moe.shared_ffn_hidden_size > 0
+    moe = model.moe  # a shared expert with a gate stays apart (models/qwen2_moe.py)
+    shared = moe is not None and moe.shared_ffn_hidden_size > 0 and not moe.shared_gate
     if recipe.sync.verify != "hash" or not shared or not platform.fuses_shared_experts:
         return
     if SEPARATE_EXPERTS not in recipe.rollout.server_args:

@@ -181,6 +181,13 @@ def _finish_kernels() -> None:
     importlib.import_module("torch").cuda.synchronize = _nothing_to_wait_for
 
 
+def _gate_by_torch() -> None:
+    """Gate the shared expert of Qwen2-MoE without triton. The module of the model is loaded later, and takes it then."""
+    elementwise: Any = importlib.import_module("sglang.kernels.ops.elementwise.elementwise")
+    kernels = importlib.import_module("megarl.serving.sglang_cpu_kernels")
+    elementwise.fused_gate_sigmoid_mul_add = kernels.fused_gate_sigmoid_mul_add
+
+
 def _nothing_to_wait_for(device: Any = None) -> None:
     """What `torch.cuda.synchronize` does, where it would raise."""
 
@@ -262,6 +269,7 @@ def load(*, deterministic: bool = False, lora: bool = False) -> None:
         importlib.import_module("sglang.srt.entrypoints.http_server")
         importlib.import_module("sglang.srt.model_executor.model_runner")
         _finish_kernels()
+        _gate_by_torch()
         if lora:
             _forget_pinning()
         keep_mapped()

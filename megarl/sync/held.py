@@ -22,7 +22,9 @@ KEYS_VALUES = (".k_proj.", ".v_proj.")
 HEADS = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj")
 LATENT = dict.fromkeys(("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), "self_attn.fused_qkv_a_proj_with_mqa")
 GATED = {
-    f"{mlp}.{each}": f"{mlp}.gate_up_proj" for mlp in ("mlp", "mlp.shared_experts") for each in ("gate_proj", "up_proj")
+    f"{mlp}.{each}": f"{mlp}.gate_up_proj"
+    for mlp in ("mlp", "mlp.shared_experts", "mlp.shared_expert")
+    for each in ("gate_proj", "up_proj")
 }
 EXPERTS = {
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "w13_weight"),

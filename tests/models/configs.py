@@ -82,10 +82,12 @@ def _with_experts(draw: st.DrawFn, config: ModelConfig, layout: Layout) -> Model
         ffn_hidden_size=layout.etp * draw(st.integers(1, 2)),
         shared_ffn_hidden_size=layout.tp * draw(st.integers(0, 2)),
         score_bias=draw(st.booleans()),
+        shared_gate=draw(st.booleans()),
     )
     layers = draw(st.sets(st.integers(0, config.num_layers - 1), min_size=1))
     # Gemma's norms and experts are of different families.
     family = draw(st.sampled_from(["any", "mixtral"]))
+    moe = replace(moe, shared_ffn_hidden_size=max(moe.shared_ffn_hidden_size, layout.tp * moe.shared_gate))
     return replace(config, moe=moe, moe_layers=frozenset(layers), family=family, sandwich_norms=False)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.core.errors import UserError
 from megarl.models.config import ModelConfig
 from megarl.models.fp8_quantize import quantize
-from megarl.models.fp8_weights import UNSCALED_FAMILIES, check_servable, quantised
+from megarl.models.fp8_weights import BLOCK, UNSCALED_FAMILIES, blocks, check_servable, quantised
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_fp8 import scale_name
 from megarl.models.known_configs import FOLDER
@@ -55,12 +55,15 @@ def as_held(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor
     for held in held_by(config, 1, pads=False):
         names = [piece.tensor for piece in held.pieces]
         zeros = sum(piece.below for piece in held.pieces)
-        parts = [tensors[name].reshape(-1) for name in names]
+        parts = [tensors[piece.tensor][piece.start : piece.stop].reshape(-1) for piece in held.pieces]
         whole = torch.cat([*parts, parts[0].new_zeros(zeros * tensors[names[0]].shape[-1])])
         found[held.name] = whole.float() if held.wide else whole
         if scale_name(names[0]) in tensors:
             engine_name = scale_name(held.name)
-            found[engine_name] = torch.cat([tensors[scale_name(name)].reshape(-1) for name in names])
+            scales = [(tensors[scale_name(piece.tensor)], piece) for piece in held.pieces]
+            found[engine_name] = torch.cat(
+                [each[piece.start // BLOCK : blocks(piece.stop)].reshape(-1) for each, piece in scales]
+            )
     return found
 
 
@@ -98,7 +101,7 @@ def test_sglang_builds_and_fills_its_fp8_models_with_what_is_sent(tmp_path: Path
 def test_linears_of_layers_are_quantised_and_nothing_else(family: str, tmp_path: Path) -> None:
     config = load_model_config(write_tiny_model(tmp_path / "model", family))
     left = set(expected_tensors(config)) - set(quantised(config))
-    ends = ("norm.weight", "embed_tokens.weight", "lm_head.weight", ".bias", ".gate.weight", "correction_bias")
+    ends = ("norm.weight", "embed_tokens.weight", "lm_head.weight", ".bias", ".gate.weight", "_gate.weight", "correction_bias")
     assert [name for name in left if not name.endswith(ends)] == []
     assert [name for name in quantised(config) if name.endswith(ends)] == []
     shapes = expected_tensors(config)

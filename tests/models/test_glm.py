@@ -6,12 +6,26 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from transformers import Glm4MoeConfig, Glm4MoeLiteConfig
+from transformers import Glm4Config, Glm4MoeConfig, Glm4MoeLiteConfig
 
 from megarl.core.errors import UserError
 from megarl.models.config import Mla, Moe, Rope
 from tests.models.test_families import PATH, SIZES, parse
 
+# GLM-4-9B-0414's sizes, but for the number of layers.
+GLM4: dict[str, Any] = {
+    **SIZES,
+    "architectures": ["Glm4ForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "pad_token_id": 5,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 10000.0,
+}
 # GLM-4.5-Air's own, but for the number of layers.
 GLM: dict[str, Any] = {
     **SIZES,
@@ -63,6 +77,21 @@ FLASH: dict[str, Any] = {
     "routed_scaling_factor": 1.8,
     "topk_method": "noaux_tc",
 }
+
+
+def test_glm_4() -> None:
+    config = parse(GLM4)
+    assert (config.qkv_bias, config.qk_norm, config.rotary_dim, config.rope) == (True, False, 64, Rope(1e4))
+    assert config.interleaved_rope and config.sandwich_norms and not config.norm_offset
+    assert (config.embedding_scale, config.query_scale, config.window, config.moe) == (1.0, None, None, None)
+    assert not parse(GLM4, attention_bias=False).qkv_bias
+    theirs = Glm4Config()
+    absent = parse(GLM4, attention_bias="absent", partial_rotary_factor="absent")
+    assert absent.qkv_bias == theirs.attention_bias
+    assert absent.rotary_dim == theirs.rope_parameters["partial_rotary_factor"] * theirs.head_dim
+    large = parse(GLM4, pad_token_id="absent", vocab_size=theirs.vocab_size)
+    assert large.pad_token_id == theirs.pad_token_id
+    assert not parse(GLM).interleaved_rope and not parse(GLM).sandwich_norms
 
 
 def test_glm_4_5() -> None:
@@ -119,6 +148,12 @@ def test_the_rotated_share_of_a_head_is_the_one_that_transformers_takes(keys: di
 @pytest.mark.parametrize(
     ("raw", "changes", "said"),
     [
+        (GLM4, {"hidden_act": "gelu"}, ["hidden_act='gelu'"]),
+        (GLM4, {"attention_bias": 1}, ["attention_bias is 1"]),
+        (GLM4, {"mlp_bias": True}, ["mlp_bias=True"]),
+        (GLM4, {"use_sliding_window": True}, ["use_sliding_window=True"]),
+        (GLM4, {"partial_rotary_factor": 0.2}, ["partial_rotary_factor is 0.2", "an even number"]),
+        (GLM4, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["'yarn'", "a part of each head"]),
         (GLM, {"n_group": "absent"}, ["lacks n_group"]),
         (GLM, {"mlp_bias": True}, ["mlp_bias=True"]),
         (GLM, {"hidden_act": "gelu"}, ["hidden_act='gelu'"]),

@@ -34,6 +34,7 @@ CASES = [
     ("llama", {"vocab_size": 97}),
     ("mistral", {}),
     ("qwen3_moe", {}),
+    ("qwen2_moe", {}),
     ("mixtral", {}),
     ("deepseek_v3", {}),
     ("deepseek_v3", {"q_lora_rank": None}),

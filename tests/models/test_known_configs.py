@@ -21,6 +21,8 @@ PUBLISHED = {
     "Qwen/Qwen3-8B": 8.19,
     "Qwen/Qwen3-30B-A3B": 30.5,
     "Qwen/Qwen3-235B-A22B": 235.1,
+    "Qwen/Qwen1.5-MoE-A2.7B": 14.3,
+    "Qwen/Qwen2-57B-A14B": 57.4,
     "meta-llama/Llama-3.1-8B-Instruct": 8.03,
     "meta-llama/Llama-3.1-70B-Instruct": 70.6,
     "deepseek-ai/DeepSeek-V3": 671.0,
@@ -31,7 +33,13 @@ PUBLISHED = {
     "zai-org/GLM-4.7-Flash": 30,
 }
 # Of a token's pass, without both vocabulary matrices.
-ACTIVE = {"zai-org/GLM-4.5-Air": 12, "zai-org/GLM-4.5": 32, "zai-org/GLM-4.7-Flash": 3}
+ACTIVE = {
+    "Qwen/Qwen1.5-MoE-A2.7B": 2,
+    "Qwen/Qwen2-57B-A14B": 13,
+    "zai-org/GLM-4.5-Air": 12,
+    "zai-org/GLM-4.5": 32,
+    "zai-org/GLM-4.7-Flash": 3,
+}
 
 
 def test_these_are_known() -> None:

@@ -35,6 +35,8 @@ DEEPSEEK = replace(
         ("llama", {"tie_word_embeddings": True}),
         ("mistral", {}),
         ("qwen3_moe", {}),
+        ("qwen2_moe", {}),
+        ("qwen2_moe", {"qkv_bias": False, "tie_word_embeddings": True}),
         ("mixtral", {}),
         ("deepseek_v3", {}),
         ("deepseek_v3", {"q_lora_rank": None}),

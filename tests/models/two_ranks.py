@@ -33,6 +33,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {}, EP),
     "qwen3_moe": ("qwen3_moe", {}, EP),
     "qwen3_moe-etp": ("qwen3_moe", {}, ETP),
+    "qwen2_moe": ("qwen2_moe", {}, EP),
+    "qwen2_moe-etp": ("qwen2_moe", {}, ETP),
     "mixtral": ("mixtral", {}, ETP),
 }
 CHUNK = 3

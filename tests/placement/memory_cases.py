@@ -38,6 +38,7 @@ COMMON: dict[str, Any] = {
     "vocab_size": 1024,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "mlp_only_layers": []}
+GATED = {**EXPERTS, "shared_expert_intermediate_size": 160}
 LATENT = {
     "num_key_value_heads": 8,
     "n_routed_experts": 8,
@@ -70,6 +71,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dense, qk norm": ("qwen3", "Qwen3", {}),
     "tied": ("qwen2", "Qwen2", {"tie_word_embeddings": True, "vocab_size": 4096}),
     "experts": ("qwen3_moe", "Qwen3Moe", EXPERTS),
+    "experts, one gated": ("qwen2_moe", "Qwen2Moe", GATED),
     "latent": ("deepseek_v3", "DeepseekV3", LATENT),
     "neighbours rotated": ("glm4", "Glm4", {}),
     "partly rotated": ("glm4_moe", "Glm4Moe", PARTLY_ROTATED),

@@ -216,6 +216,8 @@ MEASURED = (
     Case("dense", dtype="bfloat16", recompute="full", recompute_num_layers=1, tokens=256),
     Case("experts", recompute="full", recompute_num_layers=3, tokens=128),
     Case("experts", tokens=128),
+    Case("experts, one gated", tokens=128),
+    Case("experts, one gated", dtype="bfloat16", tokens=128),
     Case("latent", dtype="bfloat16", tokens=128),
     Case("neighbours rotated", dtype="bfloat16", tokens=128),
     Case("neighbours rotated", tokens=128),

@@ -9,6 +9,11 @@ from tests.support.tiny import write_tiny_model
 
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
 OWN: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+        "mlp_only_layers": [],
+    },
     "qwen3_moe": {"moe_intermediate_size": 128, "mlp_only_layers": []},
     "deepseek_v3": {
         "moe_intermediate_size": 128,

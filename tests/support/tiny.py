@@ -13,6 +13,7 @@ CONFIGS = {
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
     "qwen3_moe": "Qwen3MoeConfig",
+    "qwen2_moe": "Qwen2MoeConfig",
     "llama": "LlamaConfig",
     "mistral": "MistralConfig",
     "mixtral": "MixtralConfig",
@@ -29,6 +30,14 @@ OWN: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 48,
         "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "norm_topk_prob": False,
         "mlp_only_layers": [1],
     },
     "mistral": {"sliding_window": None},
@@ -134,7 +143,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         **OWN.get(family, {}),
         **overrides,
     }
-    if family in ("qwen2", "deepseek_v3", "glm4_moe_lite"):
+    if family in ("qwen2", "qwen2_moe", "deepseek_v3", "glm4_moe_lite"):
         settings.pop("head_dim")
     return getattr(transformers, CONFIGS[family])(**settings)
 
@@ -150,7 +159,7 @@ def write_tiny_model(
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # Norms of one, biases of zero and routers that send all tokens alike would hide mistakes.
-            if name.endswith("mlp.gate.weight"):
+            if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
                 tensor.normal_(std=0.3)
             elif (tensor.dim() == 1 and isinstance(tensor, torch.nn.Parameter)) or name.endswith("correction_bias"):
                 tensor.add_(torch.randn_like(tensor) * 0.1)

@@ -64,9 +64,12 @@ def test_every_tensor_is_whole_at_every_server_exactly_once(plan: SyncPlan) -> N
         assert len(row.receivers) > 0
         for name in row.receivers:
             once = got[name, row.sender if plan.transport == "shared_memory" else -1][row.tensor]
-            held = once[part.rows(index)] if part.columns is None else once[part.rows(index), part.columns]
-            held += 1
-            assert row.nbytes == held.size * (4 if rule.is_buffer else trainer.bytes_each)
+            size = 0
+            for where in part.ranges(index):
+                held = once[where] if part.columns is None else once[where, part.columns]
+                held += 1
+                size += held.size
+            assert row.nbytes == size * (4 if rule.is_buffer else trainer.bytes_each)
     assert {name for name, _ in got} == {each.name for each in plan.receivers}
     for tensors in got.values():
         assert all((count == 1).all() for count in tensors.values())

@@ -48,6 +48,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": []},
     ),
+    "gated": (
+        "qwen2_moe",
+        {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": []},
+    ),
     "mla": ("deepseek_v3", {"num_hidden_layers": 4}),
     "in one": ("glm4", {"num_hidden_layers": 2}),
     "partly rotated": ("glm4_moe", {"num_hidden_layers": 2}),

@@ -45,6 +45,7 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("preference", 2): [{"cp": 2}],
     ("labelled", 2): [{"cp": 2}],
     ("mla", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2, "ep": 2}],
+    ("gated", 2): [{"tp": 2, **SP, "ep": 2}, {"cp": 2, "ep": 2}],
     ("in one", 2): [{"tp": 2, **SP}, {"cp": 2}],
     ("partly rotated", 2): [{"tp": 2, **SP, "ep": 2}, {"cp": 2}],
 }
@@ -86,6 +87,8 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("labelled", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {}],
     ("labelled", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
     ("mla", 4): [{"tp": 2, **SP, "pp": 2, "vpp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
+    ("gated", 2): [{"tp": 2}, {"tp": 2, **SP, "etp": 2}, {"pp": 2}],
+    ("gated", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"tp": 2, **SP, "cp": 2, "ep": 2}],
     ("in one", 2): [{"pp": 2}],
     ("in one", 4): [{"tp": 2, **SP, "pp": 2}, {"tp": 2, **SP, "cp": 2}],
     ("partly rotated", 2): [{"pp": 2}, {"ep": 2}],
