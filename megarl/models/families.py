@@ -117,6 +117,9 @@ _DEEPSEEK_ONLY: Only = MappingProxyType(
         "moe_layer_freq": (1, "experts in some layers only"),
     }
 )
+_PHI3_ONLY: Only = MappingProxyType(
+    {key: value for key, value in COMMON.items() if key not in ("attention_bias", "mlp_bias", "partial_rotary_factor")}
+)
 _GLM4_ONLY: Only = MappingProxyType(
     {key: value for key, value in COMMON.items() if key not in ("attention_bias", "partial_rotary_factor")}
 )
@@ -163,6 +166,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "LlamaForCausalLM": Family("llama", ("llama",)),
         "MistralForCausalLM": Family("mistral", ("mistral",), window="all", window_default=4096),
+        "Phi3ForCausalLM": Family("phi3", ("phi3",), rotary_share=1.0, window="all", pad=32000, only=_PHI3_ONLY),
         "MixtralForCausalLM": Family("mixtral", ("mixtral",), moe=MIXTRAL, window="all", theta=1e6),
         "DeepseekV3ForCausalLM": Family(
             "deepseek_v3", ("deepseek_v3", "kimi_k2"), moe=DEEPSEEK_V3, mla=True, only=_DEEPSEEK_ONLY

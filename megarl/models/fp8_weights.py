@@ -17,7 +17,7 @@ from megarl.models.rules import SHARED_GATE, Rule, rules
 BLOCK = 128  # rows and columns that share a scale
 # SGLang 0.5.21 renames their scales as if there were one for each tensor (models/llama.py), finds none of that name, and drops
 # them: every weight would be multiplied by the smallest float32.
-UNSCALED_FAMILIES = ("llama", "mistral")
+UNSCALED_FAMILIES = ("llama", "mistral", "phi3")
 UNQUANTISED = ("mlp.router.weight", SHARED_GATE)
 
 

@@ -48,6 +48,7 @@ QKV_WEIGHT = (
     ("self_attn.k_proj.weight", "keys hidden"),
     ("self_attn.v_proj.weight", "keys hidden"),
 )
+QKV_IN_ONE = (("self_attn.qkv_proj.weight", "queries+keys+keys hidden"),)
 QKV_BIAS = (
     ("self_attn.q_proj.bias", "queries"),
     ("self_attn.k_proj.bias", "keys"),
@@ -82,7 +83,8 @@ FUSED = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_d
 LAYER = (
     # Norm before attention, and attention: with heads of their own for keys and values ...
     Row("input_layernorm.weight", (("input_layernorm.weight", "hidden"),), when="heads", fused=NORM_IN_QKV),
-    Row("self_attention.linear_qkv.weight", QKV_WEIGHT, "rows", "groups", "heads"),
+    Row("self_attention.linear_qkv.weight", QKV_WEIGHT, "rows", "groups", "heads qkv_apart"),
+    Row("self_attention.linear_qkv.weight", QKV_IN_ONE, "rows", "groups", "heads qkv_in_one"),
     Row("self_attention.linear_qkv.bias", QKV_BIAS, "rows", "groups", "heads qkv_bias"),
     Row("self_attention.q_layernorm.weight", (("self_attn.q_norm.weight", "head"),), when="heads qk_norm"),
     Row("self_attention.k_layernorm.weight", (("self_attn.k_norm.weight", "head"),), when="heads qk_norm"),
@@ -338,8 +340,10 @@ def _features(config: ModelConfig, layer: int) -> frozenset[str]:
         "shared_expert": moe is not None and moe.shared_gate,
         "mixtral_names": config.family == "mixtral",
         "common_names": config.family != "mixtral",
-        "gate_in_one": config.family == "glm4",
-        "gate_apart": config.family != "glm4",
+        "qkv_in_one": config.family == "phi3",
+        "qkv_apart": config.family != "phi3",
+        "gate_in_one": config.family in ("glm4", "phi3"),
+        "gate_apart": config.family not in ("glm4", "phi3"),
     }
     return frozenset(name for name, holds in found.items() if holds)
 

@@ -182,10 +182,9 @@ def _finish_kernels() -> None:
 
 
 def _gate_by_torch() -> None:
-    """Gate the shared expert of Qwen2-MoE without triton. The module of the model is loaded later, and takes it then."""
-    elementwise: Any = importlib.import_module("sglang.kernels.ops.elementwise.elementwise")
-    kernels = importlib.import_module("megarl.serving.sglang_cpu_kernels")
-    elementwise.fused_gate_sigmoid_mul_add = kernels.fused_gate_sigmoid_mul_add
+    """Gate the shared expert of Qwen2-MoE without triton. SGLang has loaded the model's module by then, for others of Qwen."""
+    model: Any = importlib.import_module("sglang.srt.models.qwen2_moe")
+    model.fused_gate_sigmoid_mul_add = importlib.import_module("megarl.serving.sglang_cpu_kernels").gate_and_add
 
 
 def _nothing_to_wait_for(device: Any = None) -> None:

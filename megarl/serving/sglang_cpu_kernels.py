@@ -41,11 +41,11 @@ def assign_req_to_token_pool_cpu(
         taken += count
 
 
-def fused_gate_sigmoid_mul_add(hidden: Tensor, gate: Tensor, shared: Tensor, output: Tensor) -> None:
+def gate_and_add(hidden: Tensor, gate: Tensor, shared: Tensor, output: Tensor) -> None:
     """Add the shared expert's output, times the sigmoid of the token's product with the gate, to that of the others.
 
     hidden, shared, output: [T, hidden]; output is changed in place. gate: [hidden]. Sums in float32, as SGLang's own kernel,
-    which is one of triton's (kernels/ops/elementwise).
+    which is one of triton's (kernels/ops/elementwise: fused_gate_sigmoid_mul_add).
     """
     open_by = torch.sigmoid((hidden.float() * gate.float()).sum(-1, keepdim=True))
     output.copy_(output.float() + open_by * shared.float())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from megarl.models.config import ModelConfig
 from megarl.models.rules import Rule, Source, rules
@@ -18,8 +19,9 @@ ROUTER = "mlp.router.weight"
 WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite")  # families
 SHARED = ".shared_experts."
 KEYS_VALUES = (".k_proj.", ".v_proj.")
+QKV = ("q_proj", "k_proj", "v_proj")
 # Ends of module names: HF's -> the engine's. Those with the same target stand in it in the order of the rules.
-HEADS = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj")
+HEADS = {f"self_attn.{each}": "self_attn.qkv_proj" for each in QKV}
 LATENT = dict.fromkeys(("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), "self_attn.fused_qkv_a_proj_with_mqa")
 GATED = {
     f"{mlp}.{each}": f"{mlp}.gate_up_proj"
@@ -114,8 +116,9 @@ class _Server:
             start, stop, beside = self._share(rule, source.name, source.shape[1], rank)
             yield Piece(source.name, 0, rows, (start, stop), beside=beside)
         else:
-            for size in source.blocks:
-                start, stop, below = self._share(rule, source.name, size, rank)
+            names = [source.name.replace("qkv_proj", each) for each in QKV] if "qkv_proj" in source.name else []
+            for size, name in zip_longest(source.blocks, names, fillvalue=source.name):
+                start, stop, below = self._share(rule, name, size, rank)
                 yield Piece(source.name, begins + start, begins + stop, below=below)
                 begins += size
 

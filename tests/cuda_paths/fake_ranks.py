@@ -62,6 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {"num_key_value_heads": 1},
     "qwen2_moe": {},
+    "phi3": {},
     "qwen3_moe": {},
     "mixtral": {},
     "deepseek_v3": {},

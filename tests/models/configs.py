@@ -65,7 +65,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelConfig, Layout]:
         qkv_bias=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
         sandwich_norms=draw(st.booleans()),
-        family=draw(st.sampled_from(["any", "glm4"])),
+        family=draw(st.sampled_from(["any", "glm4", "phi3"])),
     )
     if draw(st.booleans()) or layout.ep * layout.etp > 1:
         config = _with_experts(draw, config, layout)

@@ -30,6 +30,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"vocab_size": 97}),
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen2_moe": ("qwen2_moe", {"vocab_size": 97}),
+    "phi3": ("phi3", {}),
+    "phi3-one-head": ("phi3", {"num_key_value_heads": 1, "vocab_size": 97}),
     "mixtral": ("mixtral", {"vocab_size": 101}),
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3-direct": ("deepseek_v3", {"q_lora_rank": None, "vocab_size": 97}),

@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"vocab_size": VOCAB, "tie_word_embeddings": True, "num_hidden_layers": 2}),
     "deepseek": ("deepseek_v3", {"vocab_size": VOCAB, "num_hidden_layers": 2}),
     "gemma": ("gemma3", {"vocab_size": VOCAB}),
+    "phi": ("phi3", {"vocab_size": VOCAB}),
     "glm": ("glm4", {"vocab_size": VOCAB}),
 }
 # Whose checkpoint a case loads, after the other has written it.
@@ -73,6 +74,7 @@ CASES = {
     "latent sp": Case("deepseek", Layout(tp=2, sequence_parallel=True, world_size=2)),
     "latent pp": Case("deepseek", Layout(pp=2, world_size=2)),
     "latent ep": Case("deepseek", Layout(ep=2, world_size=2)),
+    "qkv in one tp": Case("phi", Layout(tp=2, world_size=2)),
     "in one sp": Case("glm", Layout(tp=2, sequence_parallel=True, world_size=2)),
     "sandwich sp": Case("gemma", Layout(tp=2, sequence_parallel=True, world_size=2)),
 }

@@ -112,7 +112,7 @@ def test_pairs_are_those_of_a_mask(lengths, window):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "llama", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4", "glm4_moe", "glm4_moe_lite", "gemma3"]
+    "family", ["qwen2", "qwen3", "llama", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4", "glm4_moe", "glm4_moe_lite", "gemma3"]
 )
 def test_torch_counts_the_same_on_transformers(tmp_path, family):
     write_tiny_model(tmp_path, family)

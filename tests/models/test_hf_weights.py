@@ -35,6 +35,7 @@ CASES = [
     ("mistral", {}),
     ("qwen3_moe", {}),
     ("qwen2_moe", {}),
+    ("phi3", {"tie_word_embeddings": True}),
     ("mixtral", {}),
     ("deepseek_v3", {}),
     ("deepseek_v3", {"q_lora_rank": None}),

@@ -88,6 +88,19 @@ def test_gate_and_up_in_one_tensor_are_cut_as_two_are() -> None:
     assert take(merge(rule, [both], 1, 2), second, 0).flatten().tolist() == [3, 4, 7, 8]
 
 
+def test_queries_keys_and_values_in_one_tensor_are_cut_as_three_are() -> None:
+    config = replace(PLAIN, num_heads=4, num_kv_heads=2, hidden_size=1, family="phi3")
+    rule = rule_named(config, "layers.1.self_attention.linear_qkv.weight")
+    assert [source.name for source in rule.sources] == ["model.layers.1.self_attn.qkv_proj.weight"]
+    together = torch.tensor([1.0, 2.0, 3.0, 4.0, 10.0, 20.0, 100.0, 200.0])[:, None]
+    assert cut(rule, [together], 1) == [[1, 2, 10, 100, 3, 4, 20, 200]]
+    assert cut(rule, [together], 2) == [[1, 2, 10, 100], [3, 4, 20, 200]]
+    assert cut(rule, [together], 4) == [[1, 2], [10, 100], [3, 4], [20, 200]]
+    second = part_of(rule, 1, 2)
+    assert second.ranges(0) == [slice(2, 4), slice(5, 6), slice(7, 8)]
+    assert take(merge(rule, [together], 1, 2), second, 0).flatten().tolist() == [3, 4, 20, 200]
+
+
 def test_output_projections_are_cut_by_columns() -> None:
     rule = rule_named(PLAIN, "layers.0.mlp.linear_fc2.weight")
     assert cut(rule, [torch.arange(8.0).reshape(2, 4)], 2) == [[0, 1, 4, 5], [2, 3, 6, 7]]

@@ -37,6 +37,8 @@ DEEPSEEK = replace(
         ("qwen3_moe", {}),
         ("qwen2_moe", {}),
         ("qwen2_moe", {"qkv_bias": False, "tie_word_embeddings": True}),
+        ("phi3", {}),
+        ("phi3", {"head_dim": 24, "tie_word_embeddings": True}),
         ("mixtral", {}),
         ("deepseek_v3", {}),
         ("deepseek_v3", {"q_lora_rank": None}),

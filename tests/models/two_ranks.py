@@ -35,6 +35,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "qwen3_moe-etp": ("qwen3_moe", {}, ETP),
     "qwen2_moe": ("qwen2_moe", {}, EP),
     "qwen2_moe-etp": ("qwen2_moe", {}, ETP),
+    "phi3": ("phi3", {"vocab_size": 97}, TP),
+    "phi3-one-head": ("phi3", {"num_key_value_heads": 1}, TP),
     "mixtral": ("mixtral", {}, ETP),
 }
 CHUNK = 3

@@ -64,6 +64,17 @@ def test_new_cache_slots_go_to_the_rows_of_their_requests() -> None:
     assert table.tolist() == [[9, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 7, 8, 0, 0]]
 
 
+def test_a_shared_expert_is_added_as_far_as_its_gate_is_open() -> None:
+    hidden, gate = torch.tensor([[1.0, 2.0], [0.0, -1.0]]), torch.tensor([3.0, -1.0])  # products 1 and 1
+    shared, output = torch.tensor([[10.0, 20.0], [0.0, 1.0]]), torch.tensor([[1.0, 1.0], [5.0, 5.0]])
+    sglang_cpu_kernels.gate_and_add(hidden, gate, shared, output)
+    open_by = 1 / (1 + 2.718281828459045**-1)
+    torch.testing.assert_close(output, torch.tensor([[1 + 10 * open_by, 1 + 20 * open_by], [5.0, 5 + open_by]]))
+    narrow = torch.zeros(1, 2, dtype=torch.bfloat16)
+    sglang_cpu_kernels.gate_and_add(hidden[:1].bfloat16(), gate.bfloat16(), shared[:1].bfloat16(), narrow)
+    assert torch.equal(narrow, (shared[:1] * open_by).bfloat16())
+
+
 def test_a_function_is_compiled_when_it_is_called_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
 

@@ -16,6 +16,7 @@ CONFIGS = {
     "qwen2_moe": "Qwen2MoeConfig",
     "llama": "LlamaConfig",
     "mistral": "MistralConfig",
+    "phi3": "Phi3Config",
     "mixtral": "MixtralConfig",
     "deepseek_v3": "DeepseekV3Config",
     "glm4": "Glm4Config",

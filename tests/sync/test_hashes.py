@@ -77,6 +77,8 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("llama", {"num_key_value_heads": 1}, (2,)),
         ("mistral", {}, (2,)),
         ("qwen2_moe", {"mlp_only_layers": [], "shared_expert_intermediate_size": 72}, (1, 2)),
+        ("phi3", {"num_key_value_heads": 1, "intermediate_size": 80}, (1, 2)),
+        ("phi3", {"vocab_size": 130, "tie_word_embeddings": True}, (2,)),
         ("mixtral", {}, (2,)),
         ("deepseek_v3", {}, (2,)),
         ("glm4", {"intermediate_size": 80, "num_key_value_heads": 1}, (1, 2)),

@@ -46,7 +46,8 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("labelled", 2): [{"cp": 2}],
     ("mla", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2, "ep": 2}],
     ("gated", 2): [{"tp": 2, **SP, "ep": 2}, {"cp": 2, "ep": 2}],
-    ("in one", 2): [{"tp": 2, **SP}, {"cp": 2}],
+    ("gate in one", 2): [{"tp": 2, **SP}, {"cp": 2}],
+    ("qkv in one", 2): [{"tp": 2, **SP}],
     ("partly rotated", 2): [{"tp": 2, **SP, "ep": 2}, {"cp": 2}],
 }
 # What the benchmark measures beside them: the axes one by one, and more of their products.
@@ -87,10 +88,12 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("labelled", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {}],
     ("labelled", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
     ("mla", 4): [{"tp": 2, **SP, "pp": 2, "vpp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
-    ("gated", 2): [{"tp": 2}, {"tp": 2, **SP, "etp": 2}, {"pp": 2}],
+    ("gated", 2): [{"tp": 2, **SP, "etp": 2}, {"pp": 2}],
     ("gated", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"tp": 2, **SP, "cp": 2, "ep": 2}],
-    ("in one", 2): [{"pp": 2}],
-    ("in one", 4): [{"tp": 2, **SP, "pp": 2}, {"tp": 2, **SP, "cp": 2}],
+    ("gate in one", 2): [{"pp": 2}],
+    ("qkv in one", 2): [{"cp": 2}, {"pp": 2}],
+    ("qkv in one", 4): [{"tp": 4, **SP}, {"tp": 2, **SP, "pp": 2}],
+    ("gate in one", 4): [{"tp": 2, **SP, "pp": 2}, {"tp": 2, **SP, "cp": 2}],
     ("partly rotated", 2): [{"pp": 2}, {"ep": 2}],
     ("partly rotated", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"pp": 2, "cp": 2}],
 }
