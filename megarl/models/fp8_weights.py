@@ -1,7 +1,8 @@
 """Which weights servers hold in FP8 where a run quantises them, and what a server is told of it. Without torch.
 
 As DeepSeek-V3 and Qwen3-FP8 are published: the linears of layers, attention's and MLPs', all experts among them; not
-embeddings, head, norms, biases, routers and the gates of shared experts. How numbers become FP8 is in fp8_quantize.py; folders that have it, in hf_fp8.py.
+embeddings, head, norms, biases, routers and gates of shared experts. How numbers become FP8 is in fp8_quantize.py; folders that
+have it, in hf_fp8.py.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ LayerSpec = Literal["torch", "transformer_engine"]
 class Row:
     """A line of the table. Names are those within a layer, and `{e}` in them stands for the expert.
 
-    hf: pairs of an HF name and the names of its sizes (see `_sizes`); `a+b` is a tensor of several, one below the other. when: features that a layer needs to have it (see
-    `_features`). fused, fused_cut: name and cut under Transformer Engine, where they differ. is_buffer: not a parameter,
-    and float32 whatever the model is.
+    hf: pairs of an HF name and the names of its sizes (see `_sizes`); rows of `a+b` are those of a tensor of a rows and, below,
+    of one of b. when: features that a layer needs to have it (see `_features`). fused, fused_cut: name and cut under
+    Transformer Engine, where they differ. is_buffer: not a parameter, and float32 whatever the model is.
     """
 
     megatron: str
@@ -237,8 +237,8 @@ class Rule:
 
     layer: the layer that it lives with: embeddings with the first, final norm and head with the last. expert: None where
     tensor parallel cuts it, not expert-tensor parallel. rounds: how often the rows of all sources, and of their pieces, take
-    turns; 0 is once for each rank. is_padded: zeros fill up the rows to a multiple of the ranks. is_copy: a second copy of a tensor that
-    another rule has; it is loaded, and never exported.
+    turns; 0 is once for each rank. is_padded: zeros fill up the rows to a multiple of the ranks. is_copy: a second copy of a
+    tensor that another rule has; it is loaded, and never exported.
     """
 
     megatron: str

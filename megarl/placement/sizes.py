@@ -58,8 +58,8 @@ def model_sizes(config: ModelConfig, *, head: bool = True) -> Sizes:
 
 
 def whole_parameters(config: ModelConfig, layers: Any, moe_layers: Any, *, fused: bool) -> Any:
-    """[N] parameters of so many layers that tensor parallel does not cut: routers and gates; under Transformer Engine (fused) also the
-    linears that compress into latents."""
+    """[N] parameters of so many layers that tensor parallel does not cut: routers and gates; under Transformer Engine (fused)
+    also the linears that compress into latents."""
     hidden, moe, mla = config.hidden_size, config.moe, config.mla
     routers = 0 if moe is None else moe_layers * hidden * (moe.num_experts + moe.shared_gate)
     latents = 0 if mla is None or not fused else layers * hidden * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)

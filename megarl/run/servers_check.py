@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 KEY = "rollout.servers"
 OWN_WEIGHTS = "0"  # the version of weights that no run has sent
 SEPARATE_EXPERTS = "--disable-shared-experts-fusion"
-ALL_SPARSE = {"qwen2_moe": "Qwen2-MoE", "qwen3_moe": "Qwen3-MoE"}  # families that SGLang builds with experts in all layers
+ALL_SPARSE = ("qwen2_moe", "qwen3_moe")  # families that SGLang builds with experts in all layers
 ATTENTION = "-attention-backend"  # and of prefill and decode apart
 SLIDING_FAMILIES = ("gemma3",)  # whose windows SGLang keeps to
 OWN_HEADS = ("qwen2_moe", "glm4_moe", "glm4_moe_lite")  # families that SGLang builds with a head of its own
@@ -164,8 +164,9 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
     if model.family in ALL_SPARSE and model.moe is not None and dense:
         raise UserError(
             f"{where}: layers {', '.join(map(str, dense[:4]))}{', ...' if len(dense) > 4 else ''} of the model have an MLP "
-            "without experts (mlp_only_layers, decoder_sparse_step in its config.json), and SGLang builds {ALL_SPARSE[model.family]} with "
-            "experts in every layer: it cannot serve this model. Take one that has experts in all of its layers."
+            "without experts (mlp_only_layers, decoder_sparse_step in its config.json), and SGLang builds "
+            f"{model.architecture} with experts in every layer: it cannot serve this model. Take one that has experts in all of "
+            "its layers."
         )
 
 

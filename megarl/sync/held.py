@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from megarl.models.config import ModelConfig
 from megarl.models.rules import Rule, Source, rules
@@ -117,8 +116,8 @@ class _Server:
             yield Piece(source.name, 0, rows, (start, stop), beside=beside)
         else:
             names = [source.name.replace("qkv_proj", each) for each in QKV] if "qkv_proj" in source.name else []
-            for size, name in zip_longest(source.blocks, names, fillvalue=source.name):
-                start, stop, below = self._share(rule, name, size, rank)
+            for index, size in enumerate(source.blocks):
+                start, stop, below = self._share(rule, names[index] if names else source.name, size, rank)
                 yield Piece(source.name, begins + start, begins + stop, below=below)
                 begins += size
 

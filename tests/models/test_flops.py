@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megarl.models.config import Mla, ModelConfig, Moe, Rope
 from megarl.models.flops import forward_flops, mfu, recompute_flops, train_flops
 from megarl.models.hf_config import load_model_config
-from tests.support.tiny import write_tiny_model
+from tests.support.tiny import CONFIGS, write_tiny_model
 
 DENSE = ModelConfig(
     family="qwen3",
@@ -111,9 +111,7 @@ def test_pairs_are_those_of_a_mask(lengths, window):
     assert forward_flops(config, lengths).attention == 2 * 24 * pairs
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen2", "qwen3", "llama", "phi3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4", "glm4_moe", "glm4_moe_lite", "gemma3"]
-)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_torch_counts_the_same_on_transformers(tmp_path, family):
     write_tiny_model(tmp_path, family)
     config = load_model_config(tmp_path)

@@ -254,7 +254,9 @@ def test_targets_that_the_model_lacks_are_refused(root: Path, groups: Groups) ->
         adapted(Case("qwen2", Layout()), root / "qwen2", groups, settings)
 
 
-@pytest.mark.parametrize("model", [*MODELS, "mixtral", "qwen2_moe", "qwen3_moe", "glm4", "glm4_moe", "glm4_moe_lite", "direct"])
+@pytest.mark.parametrize(
+    "model", [*MODELS, "mixtral", "qwen2_moe", "qwen3_moe", "glm4", "glm4_moe", "glm4_moe_lite", "direct"]
+)
 def test_what_a_config_says_can_have_adapters_is_what_the_model_has(
     model: str, root: Path, groups: Groups, tmp_path: Path
 ) -> None:

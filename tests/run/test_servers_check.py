@@ -173,6 +173,14 @@ def test_latents_are_served_where_sglang_attends_to_them(place: Place) -> None:
         check_servers(recipe, model, get_platform("cpu"))
 
 
+def test_a_shared_expert_with_a_gate_is_served_with_a_head_and_hashed_as_it_is(place: Place) -> None:
+    model = load_model_config(write_tiny_model(place.root / "gated", "qwen2_moe", mlp_only_layers=[]))
+    cuda = load_recipe(place.recipe, ["model.dtype=bfloat16", "sync.verify=hash"]).recipe
+    check_servers(cuda, model, get_platform("cuda"))
+    with pytest.raises(UserError, match=r"Qwen2MoeForCausalLM with a head of its own"):
+        check_servers(cuda, replace(model, tied_embeddings=True), get_platform("cuda"))
+
+
 def test_glm_is_served_with_a_head_of_its_own(place: Place) -> None:
     recipe = load_recipe(place.recipe, []).recipe
     model = load_model_config(write_tiny_model(place.root / "glm", "glm4_moe"))
@@ -196,17 +204,19 @@ def test_glm_is_served_with_a_head_of_its_own(place: Place) -> None:
 def test_experts_in_some_layers_only_are_what_sglang_does_not_build(place: Place, *, evaluates: bool) -> None:
     recipe = load_recipe(place.recipe, []).recipe
 
-    def check(name: str, **fields: object) -> None:
-        model = load_model_config(write_tiny_model(place.root / name, "qwen3_moe", num_hidden_layers=4, **fields))
+    def check(name: str, family: str, **fields: object) -> None:
+        model = load_model_config(write_tiny_model(place.root / name, family, num_hidden_layers=4, **fields))
         check_servers(recipe, model, get_platform("cpu"), own_weights=evaluates)
 
-    check("everywhere", mlp_only_layers=[])
+    check("everywhere", "qwen3_moe", mlp_only_layers=[])
+    check("everywhere with a gate", "qwen2_moe", mlp_only_layers=[])
     for name, fields, says in (
         ("first", {"mlp_only_layers": [0]}, "layers 0 of the model"),
         ("step", {"mlp_only_layers": [], "decoder_sparse_step": 2}, "layers 0, 2 of the model"),
     ):
-        with pytest.raises(UserError, match=rf"`model\.path`: {says} have an MLP without experts"):
-            check(name, **fields)
+        for family in ("qwen3_moe", "qwen2_moe"):
+            with pytest.raises(UserError, match=rf"`model\.path`: {says} have an MLP without experts"):
+                check(f"{name}-{family}", family, **fields)
 
 
 def test_a_model_alone_is_served_as_far_as_sglang_computes_it(tmp_path: Path) -> None:

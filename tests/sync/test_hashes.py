@@ -10,13 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megarl.core.errors import SyncError
 from megarl.core.ports import free_port
+from megarl.core.types import FloatArray
 from megarl.models.hf_config import load_model_config
-from megarl.serving.client import ServerEndpoint
+from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import start_all
 from megarl.serving.server import ProcessPlace, ServerSpec
 from megarl.sync import hashes
@@ -26,7 +28,7 @@ from tests.support.forked_ranks import Ranks
 from tests.support.forked_servers import Copies
 from tests.support.hashes import differing, tensors_in
 from tests.support.platforms import chosen
-from tests.support.served import NEEDS, ON_DEVICES
+from tests.support.served import NEEDS, ON_DEVICES, HfModel
 from tests.support.tiny import write_tiny_model
 from tests.sync.hash_ranks import DEVICES, ROWS, Job
 from tests.sync.receiver import Receiver
@@ -36,6 +38,7 @@ KEY, START_S = "key-of-the-tests-servers", 300.0
 # holds weights, and can be asked for nothing else.
 UNASKED = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 EXPERTS = {"mlp_only_layers": []}
+TOKENS = [5, 6, 7, 8, 9, *range(40, 70)]
 TRANSPORTS = ["broadcast", "shared_memory", DEVICES, "disk"]
 
 
@@ -55,6 +58,12 @@ def servers_of(
             stack.callback(made[-1].stop)
         start_all(made, START_S)
         yield [server.endpoint for server in made]
+
+
+async def asked(server: ServerEndpoint) -> FloatArray:
+    """The server's log-probs of TOKENS 1.."""
+    async with ServerClient(server) as client:
+        return await client.prompt_logprobs(TOKENS)
 
 
 def write_model(folder: Path, family: str, **overrides: Any) -> Path:
@@ -87,13 +96,15 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("gemma3", {"vocab_size": 130}, (2,)),
     ],
 )
-def test_what_servers_hold_of_every_family_is_known(
+def test_what_servers_hold_of_every_family_is_known_and_what_they_compute_is_the_models(
     family: str, overrides: dict[str, Any], tps: tuple[int, ...], copies: Copies, tmp_path: Path
 ) -> None:
     model = write_model(tmp_path / "model", family, **overrides)
     with servers_of(copies, tmp_path, model, tps) as servers:
         for server in servers:
             assert differing(server, model) == []
+            if load_model_config(model).mla is None:
+                assert np.abs(asyncio.run(asked(server)) - HfModel(model).logprobs(TOKENS)).max() < 1e-5
             # One number of one tensor, by the least that float32 knows.
             for name in ("model.layers.1.input_layernorm.weight", "model.layers.2.self_attn.o_proj.weight"):
                 tensors = dict(tensors_in(model))
