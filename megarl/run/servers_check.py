@@ -131,8 +131,8 @@ def check_alone(folder: Path, model: ModelConfig, platform: Platform, dtype: str
 def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: int) -> None:
     """Whether SGLang builds the layers that the model has. longest: tokens of a sample. Raises UserError.
 
-    0.5.21 knows no sliding window in models of Llama's kind (models/qwen2.py, qwen3.py, qwen3_moe.py, mistral.py, mixtral.py; Phi-3
-    is llama.py's): they attend to all tokens. It reads neither mlp_only_layers nor decoder_sparse_step (models/qwen2_moe.py,
+    0.5.21 knows no sliding window in models of Llama's kind (models/qwen2.py, qwen3.py, qwen3_moe.py, mistral.py, mixtral.py, and
+    llama.py for Phi-3): they attend to all tokens. It reads neither mlp_only_layers nor decoder_sparse_step (models/qwen2_moe.py,
     qwen3_moe.py: every layer is sparse): weights of a dense layer would go nowhere, and experts that nothing fills would answer.
     Qwen2-MoE, GLM-4.5 and GLM-4.7-Flash it builds with a head of their own (models/qwen2_moe.py, glm4_moe.py, glm4_moe_lite.py),
     which nothing would fill either; and the last with experts in all layers behind the first dense ones.
