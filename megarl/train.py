@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.core.protocols import Handles, Metrics, Pending, References, State, with_epoch
 from megarl.recipe.schema import Recipe
-from megarl.recipe.scoring import scored_first
+from megarl.recipe.scoring import asked_of_teacher, scored_first
 
 
 def train(handles: Handles, recipe: Recipe, state: State) -> State:
@@ -57,7 +57,11 @@ def score(handles: Handles, recipe: Recipe, batch: Any) -> dict[str, References]
     if handles.reference is not None:
         asked["ref_logprobs"] = "reference", handles.reference.logprobs(batch)
     if handles.teacher is not None:
-        asked["teacher_logprobs"] = "teacher", handles.teacher.logprobs(batch)
+        of_samples, of_its_own = asked_of_teacher(recipe)
+        if of_samples:
+            asked["teacher_logprobs"] = "teacher", handles.teacher.logprobs(batch)
+        if of_its_own:
+            asked["teacher_top"] = "teacher", handles.teacher.top(batch, recipe.algorithm.distill_top_k)
     if handles.critic is not None:
         asked["values"] = "values", handles.critic.values(batch)
     if handles.reward_model is not None:

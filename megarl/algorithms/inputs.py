@@ -68,6 +68,8 @@ LOSS_INPUTS: Inputs = MappingProxyType(
         "sequence_log_ratio": "[T], mean of logprobs - old_logprobs over the token's sequence, over context-parallel ranks",
         "sequence_mean": "function of [T]: each token has the mean over its sequence's trained tokens, [T], without gradient",
         "teacher_logprobs": "[T], of the teacher; needs one",
+        "top_logprobs": "[T, k + 1], of the policy under training, at the teacher's k likeliest tokens, and at all others",
+        "teacher_top_logprobs": "[T, k + 1], of the teacher, at the same; needs one",
     }
 )
 

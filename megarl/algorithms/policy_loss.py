@@ -6,6 +6,7 @@ Loads without torch: what a recipe reads follows from these functions' parameter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -147,6 +148,36 @@ def distill_loss(logprobs: Tensor, old_logprobs: Tensor, teacher_logprobs: Tenso
     return PolicyLoss(loss=-ratio * gain, clipped=_nowhere(ratio), ratio=ratio.detach())
 
 
+def distill_top_loss(
+    logprobs: Tensor, old_logprobs: Tensor, top_logprobs: Tensor, teacher_top_logprobs: Tensor, distill_beta: float
+) -> PolicyLoss:
+    """How far policy and teacher are apart at each position, over the teacher's k likeliest tokens and, as one more class, all others.
+
+    P is the teacher's, Q the policy's, M = beta P + (1 - beta) Q: beta KL(P || M) + (1 - beta) KL(Q || M), the generalized
+    Jensen-Shannon divergence (arXiv 2306.13649, equation 1). At the ends, where that is 0, stand the limits of its quotients by
+    beta and by 1 - beta: at 0 the forward KL(P || Q), at 1 the reverse KL(Q || P).
+    It is at most that over the whole vocabulary. Its gradient takes no samples; none goes through which positions the policy comes to.
+
+    logprobs, old_logprobs: [T], for the ratio alone, which is reported and not used. top_logprobs, teacher_top_logprobs:
+    [T, k + 1], natural log, the last that of all other tokens; only top_logprobs receives a gradient.
+    """
+    policy, teacher = top_logprobs, teacher_top_logprobs.detach()
+    if distill_beta == 0:
+        loss = _kl(teacher, policy)
+    elif distill_beta == 1:
+        loss = _kl(policy, teacher)
+    else:
+        middle = (teacher + math.log(distill_beta)).logaddexp(policy + math.log1p(-distill_beta))
+        loss = distill_beta * _kl(teacher, middle) + (1 - distill_beta) * _kl(policy, middle)
+    ratio = _ratio(logprobs.detach(), old_logprobs)
+    return PolicyLoss(loss=loss, clipped=_nowhere(ratio), ratio=ratio)
+
+
+def _kl(one: Tensor, other: Tensor) -> Tensor:
+    """KL(one || other) of log-probs [T, n]: [T]."""
+    return (one.exp() * (one - other)).sum(dim=-1)
+
+
 def _ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     return (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -165,5 +196,6 @@ POLICY_LOSSES: Mapping[str, Callable[..., PolicyLoss]] = MappingProxyType(
         "gpg": reinforce_loss,
         "reinforce": reinforce_loss,
         "distill": distill_loss,
+        "distill_top": distill_top_loss,
     }
 )

@@ -112,6 +112,13 @@ class RankActor:
         shards = RankShards.of(num_owners, parts)
         return (None, *shards.parts(self._rank.logprobs(role, shards.merged(), temperature)))
 
+    def top(
+        self, role: str, k: int, num_owners: int, *parts: ShardPlan | Block
+    ) -> tuple[None, *tuple[FloatArray | None, ...]]:
+        """The k likeliest labels of each token of this rank's shards, and their log-probs; only lead ranks return columns."""
+        shards = RankShards.of(num_owners, parts)
+        return (None, *shards.parts(self._rank.top(role, shards.merged(), k)))
+
     def values(
         self, role: str, num_owners: int, *parts: ShardPlan | Block
     ) -> tuple[None, *tuple[FloatArray | None, ...]]:

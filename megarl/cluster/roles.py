@@ -80,28 +80,27 @@ class Role:
 
     def logprobs(self, batch: Batch) -> Pending[ColumnRefs]:
         """Log-probs of every label of the batch, natural log, of the temperature-scaled distribution."""
-        returns = 1 + self._num_columns(batch)
-        return self.ranks.ask_columns(
-            lambda worker, rank: worker.handle.logprobs.options(num_returns=returns).remote(
-                self.name, None, batch.num_owners, *self._parts(rank, batch)
-            ),
-            self.layout,
-            batch.num_owners,
-            "log-probs",
-            self.name,
-            self.deadlines.train_s,
-        )
+        return self._columns("logprobs", "log-probs", batch, None)
+
+    def top(self, batch: Batch, k: int) -> Pending[ColumnRefs]:
+        """At every label of the batch the k likeliest ones, and the log-probs of these and of all others together."""
+        return self._columns("top", "log-probs", batch, k)
 
     def values(self, batch: Batch) -> Pending[ColumnRefs]:
         """What a score head says at every position of the batch."""
+        return self._columns("values", "values", batch)
+
+    def _columns(self, method: str, phase: str, batch: Batch, *settings: int | None) -> Pending[ColumnRefs]:
         returns = 1 + self._num_columns(batch)
         return self.ranks.ask_columns(
-            lambda worker, rank: worker.handle.values.options(num_returns=returns).remote(
-                self.name, batch.num_owners, *self._parts(rank, batch)
+            lambda worker, rank: (
+                getattr(worker.handle, method)
+                .options(num_returns=returns)
+                .remote(self.name, *settings, batch.num_owners, *self._parts(rank, batch))
             ),
             self.layout,
             batch.num_owners,
-            "values",
+            phase,
             self.name,
             self.deadlines.train_s,
         )

@@ -31,7 +31,7 @@ from megarl.core.types import BatchInfo
 from megarl.recipe.functions import needs_one_collector
 from megarl.recipe.schema import Recipe
 from megarl.rollout.drift import learns
-from megarl.rollout.local_advantages import column_names
+from megarl.rollout.local_advantages import READ, column_names
 
 log = get_logger(__name__)
 
@@ -101,6 +101,7 @@ class Samples:
         made = column_names(self.recipe)
         if not made:
             return Learnable({}, {})  # the loss asks the roles alone
+        columns = {name: column for name, column in columns.items() if name in READ}
         while True:
             try:
                 return self._advantages(batch, columns, made)

@@ -166,6 +166,11 @@ _METRICS: dict[str, MetricSpec] = {
     "actor/approx_kl": MetricSpec(
         "nats", "KL of the old policy to the one under update (k3), mean over trained tokens", ".2e"
     ),
+    "actor/teacher_rest": MetricSpec(
+        "fraction",
+        "what the teacher gives to all but its algorithm.distill_top_k likeliest tokens, mean over trained tokens",
+        ".4f",
+    ),
     "actor/kl_loss": MetricSpec(
         "nats", "KL of the policy to the reference, reduced as the loss is; only with a KL in the loss", ".2e"
     ),

@@ -206,7 +206,8 @@ class ShardPlan:
     positions: IntArray
 
 
-# One float32 array [T] for each micro-batch of each mini-batch of a shard: log-probs, advantages, values.
+# One float32 array [T] for each micro-batch of each mini-batch of a shard: log-probs, advantages, values. [T, n] where a
+# role says several numbers of a token.
 Column = list[list[FloatArray]]
 
 

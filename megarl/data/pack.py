@@ -149,29 +149,32 @@ def merge_columns(columns: Sequence[Column]) -> Column:
 def split_column(
     column: Column, plans: Sequence[ShardPlan], blocks: Sequence[Sequence[Block]]
 ) -> list[list[FloatArray]]:
-    """A column of merged shards as what goes to each shard's owners: [shard][owner], each [T] in the order of the block.
+    """A column of merged shards as what goes to each shard's owners: [shard][owner], each [T, ..] in the order of the block.
 
     plans, blocks: those of the shards that were merged, in their order; blocks: [shard][owner]. Fillers are left out.
     """
     found = []
     first = [0] * len(column)
+    none = np.zeros((0, *next((part.shape[1:] for mini in column for part in mini), ())), np.float32)
     for plan, mine in zip(plans, blocks, strict=True):
         parts: list[FloatArray] = []
         for index, (mini, counts) in enumerate(zip(column, plan.counts, strict=True)):
             micros = mini[first[index] : first[index] + len(counts)]
             first[index] += len(counts)
             parts += [part for part, count in zip(micros, counts, strict=True) if count]
-        found.append(_Order.of(plan, mine).scatter(joined(parts, np.float32)))
+        found.append(_Order.of(plan, mine).scatter(np.concatenate([none, *parts], dtype=np.float32)))
     return found
 
 
 def join_columns(plan: ShardPlan, blocks: Sequence[Block], parts: Sequence[FloatArray]) -> Column:
-    """A shard's column from its owners' parts, [T] each in the order of the block: `split_column` undone; 0 in fillers."""
+    """A shard's column from its owners' parts, [T, ..] each in the order of the block: `split_column` undone; 0 in fillers."""
     order = _Order.of(plan, blocks)
     whole = order.gather(parts)
     return [
         [
-            whole[order.bounds[first] : order.bounds[last]] if first < last else np.zeros(1, np.float32)
+            whole[order.bounds[first] : order.bounds[last]]
+            if first < last
+            else np.zeros((1, *whole.shape[1:]), np.float32)
             for first, last in spans
         ]
         for spans in _spans(plan)
@@ -235,7 +238,7 @@ class _Order:
         return whole if self.tokens is None else whole[self.tokens]
 
     def scatter(self, values: FloatArray) -> list[FloatArray]:
-        """A column of the shard, [T], as one part a block."""
+        """A column of the shard, [T, ..], as one part a block."""
         assert len(values) == sum(self.sizes), (len(values), self.sizes)
         if self.tokens is not None:
             values, ordered = np.empty_like(values), values

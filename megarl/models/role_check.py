@@ -14,6 +14,7 @@ from megarl.models.rules import expected_tensors
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.scoring import asked_of_teacher
 
 TOKENIZER = "tokenizer.json"
 
@@ -49,10 +50,22 @@ def _model_of(role: str, folder: Path, recipe: AnyRecipe, policy: ModelConfig) -
             f"{key} has a vocabulary of {model.vocab_size}, the policy of {policy.vocab_size}: their log-probs are not of "
             "the same tokens. Name a teacher of the policy's family."
         )
+    if role == "teacher" and isinstance(recipe, Recipe):
+        _check_top(recipe, model, key)
     _check_tokens(key, folder, recipe.model.path)
     if isinstance(recipe, Recipe):
         check_context(model, longest_sample(recipe), SAMPLE_PARTS, key)
     return model
+
+
+def _check_top(recipe: Recipe, teacher: ModelConfig, key: str) -> None:
+    """There are as many likeliest tokens as are asked for."""
+    k = recipe.algorithm.distill_top_k
+    if asked_of_teacher(recipe)[1] and k > teacher.vocab_size:
+        raise UserError(
+            f"algorithm.distill_top_k: {k} is more than the vocabulary of {key}, which has {teacher.vocab_size} tokens. "
+            "Set it to at most that; 64 is common."
+        )
 
 
 def _check_tokens(key: str, folder: Path, policy: Path) -> None:

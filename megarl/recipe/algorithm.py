@@ -10,7 +10,7 @@ from megarl.recipe.section import Fraction, PositiveFloat, PositiveInt, Section
 
 SampleAdvantage = Literal["grpo", "grpo_loo", "rloo", "reinforce_pp_baseline", "remax", "opo", "gpg", "egpo", "gdpo"]
 TokenAdvantage = Literal["gae", "reinforce_pp", "distill", "grpo_turns"]
-PolicyLoss = Literal["ppo", "gspo", "gmpo", "cispo", "gpg", "reinforce", "distill"]
+PolicyLoss = Literal["ppo", "gspo", "gmpo", "cispo", "gpg", "reinforce", "distill", "distill_top"]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
@@ -101,6 +101,14 @@ class Algorithm(Section):
     )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
         None, description="with ppo, a negative advantage costs at most so many times itself (arXiv 1912.09729)"
+    )
+    distill_top_k: PositiveInt = Field(
+        64, description="how many of a teacher's likeliest tokens at each position it is compared at; distill_top"
+    )
+    distill_beta: Fraction = Field(
+        1.0,
+        description="divergence from the teacher: 1 is the reverse KL(policy || teacher), 0 the forward, between them the "
+        "generalized Jensen-Shannon; distill_top",
     )
     settings: dict[str, float] = Field({}, description="further parameters of functions named by import path")
     kl_coef: Annotated[float, Field(ge=0)] = Field(

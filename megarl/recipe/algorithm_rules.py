@@ -16,6 +16,7 @@ from megarl.recipe.functions import (
     ADVANTAGE,
     ADVANTAGE_INPUTS,
     ADVANTAGES,
+    OF_TOP,
     POLICY_LOSS,
     REWARDS,
     SETTINGS,
@@ -212,8 +213,14 @@ ALGORITHM_UNREAD: tuple[Unread, ...] = (
     ),
     Unread(
         ("teacher",),
-        lambda _, asked: asked.by_either("teacher_logprobs"),
-        f"nothing asks for its log-probs: set {_takers(frozenset({'teacher_logprobs'}))}",
+        lambda _, asked: asked.teacher,
+        f"nothing asks for its log-probs: set {_takers(OF_TOP | {'teacher_logprobs'})}",
+        RL,
+    ),
+    Unread(
+        ("algorithm.distill_top_k",),
+        lambda _, asked: asked.teacher_top,
+        f"nothing asks for a teacher's likeliest tokens: set {_takers(OF_TOP)}",
         RL,
     ),
     Unread(
@@ -262,7 +269,7 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         "teacher",
-        lambda r, asked: asked.by_either("teacher_logprobs") and r.teacher is None,
+        lambda r, asked: asked.teacher and r.teacher is None,
         lambda r: "there is nobody to distill from. Add a section teacher with the path of a model",
         RL,
     ),

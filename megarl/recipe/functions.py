@@ -31,15 +31,19 @@ ADVANTAGE, POLICY_LOSS = "algorithm.advantage", "algorithm.policy_loss"
 ADVANTAGES: Mapping[str, Callable[..., Any]] = MappingProxyType({**SAMPLE_ADVANTAGES, **TOKEN_ADVANTAGES})
 ADVANTAGE_INPUTS: Mapping[str, str] = MappingProxyType({**SAMPLE_INPUTS, **TOKEN_INPUTS})
 # The keys of the section that a function may ask for, beside those of algorithm.settings.
-SETTINGS = ("normalize_std", "gamma", "lam", "clip_low", "clip_high", "dual_clip")
+SETTINGS = ("normalize_std", "gamma", "lam", "clip_low", "clip_high", "dual_clip", "distill_beta")
 # Inputs that a role of the run has to make, and the keys that bring it.
 ROLE_INPUTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "values": ("critic", "add a section `critic`"),
         "teacher_logprobs": ("teacher", "add a section `teacher` with its path"),
+        "top_logprobs": ("teacher", "add a section `teacher` with its path"),
+        "teacher_top_logprobs": ("teacher", "add a section `teacher` with its path"),
         "ref_logprobs": ("reference", "set algorithm.kl_coef above 0"),
     }
 )
+# What policy and teacher say of the teacher's likeliest tokens.
+OF_TOP = frozenset({"top_logprobs", "teacher_top_logprobs"})
 # Advantages that are whitened by their own formula, whatever algorithm.whiten says.
 WHITE_BY_FORMULA = frozenset({*WHITENED, "reinforce_pp_baseline"})
 # What the recipe's rewards, and all that is added to them or taken off, come to a function as.
@@ -73,6 +77,16 @@ class Asked:
         """Whether what tokens are rewarded or charged with is asked for: a function of samples has it in their rewards."""
         of_samples = not self.advantage & TOKEN_INPUTS.keys()
         return "token_rewards" in self.advantage or ("rewards" in self.advantage and of_samples)
+
+    @property
+    def teacher_top(self) -> bool:
+        """Whether what is said of the teacher's likeliest tokens is asked for."""
+        return bool(self.policy_loss & OF_TOP)
+
+    @property
+    def teacher(self) -> bool:
+        """Whether anything is asked of a teacher."""
+        return self.teacher_top or self.by_either("teacher_logprobs")
 
     def by_either(self, name: str) -> bool:
         """Whether one of the two asks for it."""

@@ -186,7 +186,7 @@ class RewardModel(Section):
 
 
 class Teacher(Section):
-    """A frozen policy with the same tokenizer, to distill from: algorithm.policy_loss distill."""
+    """A frozen policy with the same tokenizer, to distill from: algorithm.policy_loss distill_top or distill."""
 
     path: UserPath = Field(strict=False, description="HF folder (config.json, safetensors), or name on the hub")
     parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")

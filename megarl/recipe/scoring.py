@@ -1,4 +1,7 @@
-"""Where the log-probs of the policy that sampled come from: the servers, a pass of the trainer, or its update."""
+"""Where the log-probs of the policy that sampled come from: the servers, a pass of the trainer, or its update.
+
+And what a teacher is asked.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,12 @@ def scored_first(recipe: Recipe, own: Own = "look") -> bool:
         or (algorithm.kl_in == "reward" and algorithm.kl_coef > 0)
         or "logprobs" in asked(algorithm, own).advantage
     )
+
+
+def asked_of_teacher(recipe: Recipe) -> tuple[bool, bool]:
+    """Whether the teacher is asked for its log-probs of the samples' tokens, and for its likeliest tokens."""
+    found = asked(recipe.algorithm, "look")
+    return found.by_either("teacher_logprobs"), found.teacher_top
 
 
 def old_logprobs_given(recipe: Recipe) -> bool:

@@ -35,6 +35,8 @@ from megarl.rollout.sequences import NO_NUMBERS, Sequences
 from megarl.rollout.turns import by_turn, first_turns, moved_to_turns
 
 _ROLES = ("values", "ref_logprobs", "teacher_logprobs")  # whose columns a function of tokens may ask for
+# The roles' columns that advantages are made of. Others, as a teacher's likeliest tokens are, go to the updates alone.
+READ = frozenset({"old_logprobs", "scores", *_ROLES})
 
 FlatColumns = Mapping[str, Sequence[FloatArray]]  # by name; one [T] a shard, in the order of its block
 

@@ -51,7 +51,7 @@ log = get_logger(__name__)
 
 # What a role's update may read; its loss takes what it needs of these.
 _READS = {
-    ACTOR: frozenset({"old_logprobs", "advantages", "ref_logprobs", "teacher_logprobs"}),
+    ACTOR: frozenset({"old_logprobs", "advantages", "ref_logprobs", "teacher_logprobs", "teacher_top"}),
     CRITIC: frozenset({"values", "returns"}),
 }
 

@@ -7,7 +7,7 @@ same work on every rank). Nobody outside of this module sees the padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from megarl.core.layout import Layout
 from megarl.core.types import FloatArray, IntArray, MicroBatch, RoutingArray
 
 PADDING = -1
+TEACHER_TOP = "teacher_top"  # the column of a teacher's likeliest labels: `joined_top`
 Bounds = NDArray[np.int32]  # cu_seqlens
 
 
@@ -34,7 +35,7 @@ class DeviceBatch:
     weights: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
     sequence: Tensor  # [T] int64, the number of each position's sequence
-    columns: dict[str, Tensor]  # name -> [T] float32, label-aligned
+    columns: dict[str, Tensor]  # name -> [T] or [T, n] float32, label-aligned
     # [T, layers x k] int16, experts chosen by the rollout; -1 where unknown. A whole mini-batch's are on the device at once.
     routing: Tensor | None = None
     margins: Tensor | None = None  # [S // 2] float32, of all pairs, also of those that other ranks hold parts of
@@ -44,6 +45,11 @@ class DeviceBatch:
     def num_tokens(self) -> int:
         """T, with padding."""
         return self.tokens.shape[0]
+
+    @property
+    def top_ids(self) -> Tensor | None:
+        """[T, k] int64, a teacher's likeliest labels, where the columns have them."""
+        return split_top(self.columns[TEACHER_TOP])[0] if TEACHER_TOP in self.columns else None
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,8 @@ class Cut:
     sources: tuple[IntArray, ...]
 
     def gather(self, parts: Sequence[FloatArray], num_tokens: int) -> FloatArray:
-        """A column [num_tokens] from the parts of all context-parallel ranks, each [T / cp]."""
-        whole = np.zeros(num_tokens, np.float32)
+        """A column [num_tokens, ..] from the parts of all context-parallel ranks, each [T / cp, ..]."""
+        whole = np.zeros((num_tokens, *parts[0].shape[1:]), np.float32)
         for source, part in zip(self.sources, parts, strict=True):
             here = source != PADDING
             whole[source[here]] = part[here]
@@ -88,13 +94,13 @@ def cut_sequences(cu_seqlens: NDArray[np.int32], layout: Layout) -> Cut:
 def to_device(
     micro: MicroBatch, columns: dict[str, FloatArray], device: str, layout: Layout, cp_rank: int
 ) -> DeviceBatch:
-    """Copy this rank's part of a micro-batch and of its columns (each [T]) to a device."""
+    """Copy this rank's part of a micro-batch and of its columns (each [T, ..]) to a device."""
     cut = cut_sequences(micro.cu_seqlens, layout)
     source = cut.sources[cp_rank]
     here = source != PADDING
 
     def move(array: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
-        values = np.zeros(len(source), array.dtype)
+        values = np.zeros((len(source), *array.shape[1:]), array.dtype)
         values[here] = array[source[here]]
         return torch.tensor(values, dtype=dtype, device=device)
 
@@ -123,8 +129,25 @@ def _routing(routing: RoutingArray, source: IntArray, device: str) -> Tensor:
     return torch.tensor(values, device=device)
 
 
-def filler(device: str, layout: Layout, names: Sequence[str]) -> DeviceBatch:
-    """A batch of one token that counts for nothing: some schedules want a certain number of micro-batches."""
+def joined_top(ids: Tensor, logprobs: Tensor) -> Tensor:
+    """A column of the likeliest k entries of each token: [T, 2k + 1] float32, in which ids below 2^24 are exact.
+
+    ids: [T, k] int64. logprobs: [T, k + 1], theirs and that of all other entries together.
+    """
+    return torch.cat([ids.float(), logprobs], dim=1)
+
+
+def split_top(column: Tensor) -> tuple[Tensor, Tensor]:
+    """`joined_top` undone: ids [T, k] int64, and log-probs [T, k + 1]."""
+    k = column.shape[1] // 2
+    return column[:, :k].long(), column[:, k:]
+
+
+def filler(device: str, layout: Layout, columns: Mapping[str, Tensor]) -> DeviceBatch:
+    """A batch of one token that counts for nothing: some schedules want a certain number of micro-batches.
+
+    columns: those of another batch, whose names and widths it has.
+    """
     zero = np.zeros(1, np.float32)
     one = MicroBatch(
         tokens=np.zeros(1, np.int64),
@@ -137,4 +160,5 @@ def filler(device: str, layout: Layout, names: Sequence[str]) -> DeviceBatch:
         margins=np.zeros(0, np.float32),
         desirable=zero,
     )
-    return to_device(one, dict.fromkeys(names, zero), device, layout, 0)
+    zeros = {name: np.zeros((1, *column.shape[1:]), np.float32) for name, column in columns.items()}
+    return to_device(one, zeros, device, layout, 0)

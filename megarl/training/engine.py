@@ -28,11 +28,11 @@ from megarl.models.hf_weights import Bucket, Value
 from megarl.models.lora import adapters_off
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.peft import save_peft
-from megarl.training.batch import Bounds, DeviceBatch, cut_sequences, to_device
+from megarl.training.batch import Bounds, DeviceBatch, cut_sequences, joined_top, to_device
 from megarl.training.build import build_role
 from megarl.training.checkpoint import PendingSave, Saved, load_checkpoint, save_checkpoint
-from megarl.training.exports import exported
-from megarl.training.logprob import TokenScores, vocab_parallel_logprobs
+from megarl.training.exports import exported, main_grad
+from megarl.training.logprob import TokenScores, vocab_parallel_logprobs, vocab_parallel_top
 from megarl.training.losses import Loss
 from megarl.training.metrics import LossOutput, MetricSums
 from megarl.training.offload import PARTS, Offload, Part
@@ -121,6 +121,17 @@ class Engine:
             scores = self.scores(shard, with_entropy=False, temperature=temperature)
         return None if scores is None else scores.logprobs
 
+    def top(self, shard: Shard, k: int) -> Column | None:
+        """The k likeliest labels, as `batch.joined_top` has them: [T, 2k + 1] for each micro-batch; None likewise."""
+
+        def evaluate(batch: DeviceBatch, logits: Tensor) -> list[Tensor]:
+            ids = vocab_parallel_top(logits, k, vocab_size=self._config.vocab_size, group=self._groups.tp)
+            found = self._score(batch, logits, with_entropy=False, top_ids=ids).top
+            assert found is not None
+            return [joined_top(ids, found)]
+
+        return self._columns(shard, evaluate)[0]
+
     def values(self, shard: Shard) -> Column | None:
         """What the score head says: float32 [T] for each micro-batch; None on ranks without it.
 
@@ -186,7 +197,7 @@ class Engine:
         """
         stepper, shares = self._require_stepper("update"), self._shares
         assert shares is not None
-        _check_columns(columns, loss)
+        loss.check(columns)
         if loss.one_step and len(shard.mini_batches) > 1:
             raise MegarlError(f"{len(shard.mini_batches)} optimizer steps of a loss that is right for the first alone.")
         if not shard.mini_batches:
@@ -218,7 +229,7 @@ class Engine:
 
         Raises MegarlError when a column is missing.
         """
-        _check_columns(columns, loss)
+        loss.check(columns)
         sums = MetricSums()
         for chunk in self._wrapped:
             chunk.eval()
@@ -249,7 +260,8 @@ class Engine:
         if self._config.head == "score":
             scores = TokenScores(logits[:, 0], None)
         else:
-            scores = self._score(batch, logits, with_entropy=loss.with_entropy, entropy_grad=loss.entropy_grad)
+            options = {"with_entropy": loss.with_entropy, "entropy_grad": loss.entropy_grad}
+            scores = self._score(batch, logits, **options, top_ids=batch.top_ids)
         output = loss.fn(scores, batch)
         sums.add(output)
         return output
@@ -294,6 +306,7 @@ class Engine:
         with_entropy: bool,
         entropy_grad: bool = False,
         temperature: float | None = None,
+        top_ids: Tensor | None = None,
     ) -> TokenScores:
         return vocab_parallel_logprobs(
             logits,
@@ -305,6 +318,7 @@ class Engine:
             entropy_grad=entropy_grad,
             overwrite_logits=True,
             chunk_elements=self._chunk_elements,
+            top_ids=top_ids,
         )
 
     def copy_from(self, other: Engine) -> None:
@@ -342,7 +356,7 @@ class Engine:
         left where gradients are offloaded between operations.
         """
         self._require_stepper("gradients")
-        yield from export_buckets(self._gatherer(_main_grad), bucket_bytes)
+        yield from export_buckets(self._gatherer(main_grad), bucket_bytes)
 
     def _gatherer(self, value: Value | None, dtypes: Mapping[str, torch.dtype] | None = None) -> Gatherer:
         layout = self._groups.layout
@@ -385,15 +399,3 @@ class Engine:
         if self._stepper is None:
             raise MegarlError(f"A frozen role has no {operation}: build it with an optimizer.")
         return self._stepper
-
-
-def _check_columns(columns: dict[str, Column], loss: Loss) -> None:
-    missing = sorted(loss.columns - set(columns))
-    if missing:
-        raise MegarlError(f"The loss needs the columns {missing}; the update was given {sorted(columns)}.")
-
-
-def _main_grad(_: str, parameter: Any) -> Tensor:
-    """The float32 gradient that Megatron's data parallel keeps beside a parameter under training; 0 for buffers."""
-    gradient: Tensor = parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
-    return gradient

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from megarl.models.config import ModelConfig
@@ -22,3 +24,9 @@ def exported(
         dtypes = tensor_dtypes(config, spec.dtype, spec.stored)
         return lambda _, parameter: parameter.float(), {name: getattr(torch, each) for name, each in dtypes.items()}
     return merged(chunks) if spec.lora is not None else None, {}
+
+
+def main_grad(_: str, parameter: Any) -> Tensor:
+    """The float32 gradient that Megatron's data parallel keeps beside a parameter under training; 0 for buffers."""
+    gradient: Tensor = parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
+    return gradient

@@ -6,7 +6,7 @@ The mathematics is in megarl/algorithms; here it meets micro-batches, weights an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ from megarl.algorithms.sequences import sequence_sums, spread_means
 from megarl.algorithms.value_loss import clipped_value_loss
 from megarl.core.errors import MegarlError
 from megarl.recipe.algorithm import Algorithm
-from megarl.recipe.functions import is_own, policy_loss_function, settings
-from megarl.training.batch import DeviceBatch
+from megarl.recipe.functions import OF_TOP, is_own, policy_loss_function, settings
+from megarl.training.batch import TEACHER_TOP, DeviceBatch, split_top
 from megarl.training.logprob import TokenScores
 from megarl.training.metrics import LossOutput
 from megarl.training.pair_losses import dpo_fn, reward_fn
@@ -60,6 +60,12 @@ class Loss:
         """The loss at this KL, in nats; the same where it asks for none."""
         return self if self.at_kl is None else replace(self, fn=self.at_kl(kl))
 
+    def check(self, columns: Collection[str]) -> None:
+        """Raises MegarlError where it is given too few. columns: their names."""
+        missing = sorted(self.columns - set(columns))
+        if missing:
+            raise MegarlError(f"The loss needs the columns {missing}; the update was given {sorted(columns)}.")
+
 
 def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -> Loss:
     """The loss of an objective. over_context: sums a tensor over the ranks that hold parts of the same sequences.
@@ -88,14 +94,15 @@ def policy_loss(
 ) -> Loss:
     """The algorithm's policy loss, plus kl_coef times the KL to the reference, minus entropy_coef times the entropy.
 
-    Columns: old_logprobs, those that the policy loss asks for, and ref_logprobs where a KL is in the loss.
+    Columns: old_logprobs, those that the policy loss asks for, and ref_logprobs where a KL is in the loss. teacher_top where it
+    asks for what policy and teacher say of the teacher's likeliest labels.
     over_context: sums a tensor over the ranks that hold parts of the same sequences. old_given: off, old_logprobs are no column:
     those of the weights that the update begins with are the ones that the loss is given, without their gradient.
     """
     function, chosen = policy_loss_function(algorithm), settings(algorithm)
     asked = wanted(function, LOSS_INPUTS)
-    made = {"logprobs", "old_logprobs", "sequence_log_ratio", "sequence_mean"}
-    columns = asked - made | ({"old_logprobs"} if old_given else set())
+    made = {"logprobs", "old_logprobs", "sequence_log_ratio", "sequence_mean", *OF_TOP}
+    flat = asked - made | ({"old_logprobs"} if old_given else set())
     with_kl = algorithm.kl_in == "loss" and algorithm.kl_coef > 0
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
@@ -103,11 +110,13 @@ def policy_loss(
         mask, weights = batch.mask, batch.weights
         # Masked before anything is computed: a weight of zero would not silence an infinity, nor its gradient.
         logprobs, entropy = _masked(scores.logprobs, mask), _masked(scores.entropy, mask)
-        given = {"logprobs": logprobs, **{name: _masked(batch.columns[name], mask) for name in columns}}
+        given = {"logprobs": logprobs, **{name: _masked(batch.columns[name], mask) for name in flat}}
         old = given.setdefault("old_logprobs", logprobs.detach())
         sequence_mean = partial(_sequence_mean, batch, over_context)
         if "sequence_log_ratio" in asked:
             given["sequence_log_ratio"] = sequence_mean(logprobs - old)
+        if asked & OF_TOP:
+            given |= _top_inputs(scores, batch)
         found = call(function, {**chosen, **given, "sequence_mean": sequence_mean})
         per_token, clipped = _checked(found, mask, algorithm)
         policy = total = (weights * per_token).sum()
@@ -122,6 +131,7 @@ def policy_loss(
         # Where the rollout's own are the old ones, these would be compared with themselves.
         trainers = logprobs.detach() if algorithm.old_logprobs == "rollout" else old
         difference = (_masked(batch.rollout_logprobs, mask) - trainers).abs()
+        rest = given["teacher_top_logprobs"][:, -1].exp() * mask if asked & OF_TOP else None
         return LossOutput(
             loss=total,
             num_tokens=mask.sum(),
@@ -132,12 +142,21 @@ def policy_loss(
                 "actor/approx_kl": kl_estimate(old, logprobs.detach(), "k3").sum(),
                 "actor/entropy": entropy.detach().sum(),
                 "rollout/logprob_diff_mean": difference.sum(),
+                **({} if rest is None else {"actor/teacher_rest": rest.sum()}),
             },
             maxima={"rollout/logprob_diff_max": difference.max()},
         )
 
-    columns |= {"ref_logprobs"} if with_kl else set()
+    columns = flat | ({"ref_logprobs"} if with_kl else set()) | ({TEACHER_TOP} if asked & OF_TOP else set())
     return Loss(fn, columns, entropy_grad=algorithm.entropy_coef > 0, one_step=not old_given)
+
+
+def _top_inputs(scores: TokenScores, batch: DeviceBatch) -> dict[str, Tensor]:
+    """What policy and teacher say of the teacher's likeliest labels and of all others: [T, k + 1], 0 where not trained."""
+    assert scores.top is not None, "the engine scores the teacher's labels"
+    _, theirs = split_top(batch.columns[TEACHER_TOP])
+    mine, theirs = (_masked(logprobs, batch.mask[:, None]) for logprobs in (scores.top, theirs))
+    return {"top_logprobs": mine, "teacher_top_logprobs": theirs}
 
 
 def _checked(found: Any, mask: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:

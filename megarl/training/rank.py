@@ -149,6 +149,13 @@ class Rank:
             column = engine.logprobs(shard, temperature, adapters=role not in self._bases)
         return column if is_lead(self.rank, engine.groups.layout) else None
 
+    def top(self, role: str, shard: Shard, k: int) -> Column | None:
+        """The k likeliest labels of each token (`Engine.top`); None unless the rank answers for the shard."""
+        engine = self.engine(role)
+        with self.watched(role, "logprobs"):
+            column = engine.top(shard, k)
+        return column if is_lead(self.rank, engine.groups.layout) else None
+
     def values(self, role: str, shard: Shard) -> Column | None:
         """What a score head says at each position; None unless the rank answers for the shard."""
         engine = self.engine(role)

@@ -41,8 +41,8 @@ def run_schedule(
     if not batches:
         return []
     layout, config = groups.layout, chunks[0].config
-    names, device = tuple(batches[0].columns), str(batches[0].tokens.device)
-    fed = [*batches, *(filler(device, layout, names) for _ in range(num_fillers(layout, len(batches))))]
+    columns, device = batches[0].columns, str(batches[0].tokens.device)
+    fed = [*batches, *(filler(device, layout, columns) for _ in range(num_fillers(layout, len(batches))))]
     schedule = get_forward_backward_func(layout.pp, layout.vpp if layout.vpp > 1 else None)
     iterators = [iter(fed) for _ in chunks]
     results: list[Any] = schedule(
