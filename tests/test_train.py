@@ -67,6 +67,10 @@ class Part:
         self.calls.append(("logprobs", self.name))
         return Slow(self.name, self.calls, (self.name,))
 
+    def top(self, batch: Any, k: int) -> Slow:
+        self.calls.append(("top", self.name, k))
+        return Slow(self.name, self.calls, (self.name,))
+
     def values(self, batch: Any) -> Slow:
         self.calls.append(("values", self.name))
         return Slow(self.name, self.calls, (self.name,))
@@ -167,7 +171,9 @@ def test_steps_that_were_left_out_are_counted_over_all_epochs() -> None:
 
 
 def test_a_step_of_ppo_asks_every_role_and_updates_the_critic_first() -> None:
-    calls, told, _ = run(State(2, 5), "reward_model", "teacher", critic=Critic(epochs=2))
+    calls, told, _ = run(
+        State(2, 5), "reward_model", "teacher", critic=Critic(epochs=2), algorithm=Algorithm(policy_loss="distill")
+    )
     scored = {
         "old_logprobs": ("actor",),
         "teacher_logprobs": ("teacher",),
@@ -188,6 +194,18 @@ def test_a_step_of_ppo_asks_every_role_and_updates_the_critic_first() -> None:
         *(("update", "actor", learned), ("wait", "actor's update")),
     ]
     assert {"critic/loss", "actor/loss"} <= set(told.metrics[3])
+
+
+def test_a_teacher_says_what_the_loss_asks_it_for() -> None:
+    algorithm = Algorithm(policy_loss="distill_top", distill_top_k=5)
+    calls, _, _ = run(State(2, 5), "teacher", actor=Actor(), algorithm=algorithm)
+    learned = {"teacher_top": ("teacher",), "advantages": ("advantages",), "returns": ("returns",)}
+    assert calls[1:5] == [
+        ("top", "teacher", 5),
+        ("wait", "teacher"),
+        ("advantages", {"teacher_top": ("teacher",)}),
+        ("update", "actor", learned),
+    ]
 
 
 LOOKED_AT = ("next", "update", "wait", "push", "save", "record", "values")

@@ -151,12 +151,12 @@ def distill_loss(logprobs: Tensor, old_logprobs: Tensor, teacher_logprobs: Tenso
 def distill_top_loss(
     logprobs: Tensor, old_logprobs: Tensor, top_logprobs: Tensor, teacher_top_logprobs: Tensor, distill_beta: float
 ) -> PolicyLoss:
-    """How far policy and teacher are apart at each position, over the teacher's k likeliest tokens and, as one more class, all others.
+    """How far policy and teacher are apart, over the teacher's k likeliest tokens and, as one more class, all others.
 
     P is the teacher's, Q the policy's, M = beta P + (1 - beta) Q: beta KL(P || M) + (1 - beta) KL(Q || M), the generalized
     Jensen-Shannon divergence (arXiv 2306.13649, equation 1). At the ends, where that is 0, stand the limits of its quotients by
-    beta and by 1 - beta: at 0 the forward KL(P || Q), at 1 the reverse KL(Q || P).
-    It is at most that over the whole vocabulary. Its gradient takes no samples; none goes through which positions the policy comes to.
+    beta and by 1 - beta: at 0 the forward KL(P || Q), at 1 the reverse KL(Q || P). It is at most that over the whole
+    vocabulary. Its gradient needs no samples, and none goes through which positions the policy comes to.
 
     logprobs, old_logprobs: [T], for the ratio alone, which is reported and not used. top_logprobs, teacher_top_logprobs:
     [T, k + 1], natural log, the last that of all other tokens; only top_logprobs receives a gradient.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -126,9 +126,7 @@ class Engine:
 
         def evaluate(batch: DeviceBatch, logits: Tensor) -> list[Tensor]:
             ids = vocab_parallel_top(logits, k, vocab_size=self._config.vocab_size, group=self._groups.tp)
-            found = self._score(batch, logits, with_entropy=False, top_ids=ids).top
-            assert found is not None
-            return [joined_top(ids, found)]
+            return [joined_top(ids, cast("Tensor", self._score(batch, logits, with_entropy=False, top_ids=ids).top))]
 
         return self._columns(shard, evaluate)[0]
 

@@ -235,10 +235,12 @@ TRAIN: dict[str, Sequence[str]] = {
             "advantage_clip": ["0.3"],
             "overlong_buffer": ["0.9"],
             "truncated": ["mask"],
-            "policy_loss": ["cispo", "gmpo", "reinforce", "distill"],
+            "policy_loss": ["cispo", "gmpo", "reinforce", "distill", "distill_top"],
             "clip_low": ["0.05"],
             "clip_high": ["0.05"],
             "dual_clip": ["1.1"],
+            "distill_top_k": ["3"],
+            "distill_beta": ["0.0", "0.5"],
             "settings": ["{scale: 3.0}"],
             "kl_coef": ["0.3"],
             "kl_kind": ["k1", "k2", "abs"],
@@ -382,6 +384,7 @@ _BEST = ("train.steps=4", "train.save_every=1", "train.keep_last=1", "eval.every
 _EPOCHS = ("train.steps=0", "train.epochs=2")
 _SEARCH = "placement.name=colocate"
 _DISTILL = ("algorithm.policy_loss=distill", _TEACHER)
+_DISTILL_TOP = ("algorithm.policy_loss=distill_top", _TEACHER)
 
 
 def _set(rows: str) -> list[str]:
@@ -416,6 +419,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "KL in the loss": [_KL],
         "KL steered": [_KL, "algorithm.kl_in=reward", "algorithm.kl_control.target=0.1"],
         "distilled": _DISTILL,
+        "distilled at the likeliest": _DISTILL_TOP,
         "distilled advantages": ["algorithm.advantage=distill", _TEACHER],
         "dapo": ["algorithm.preset=dapo"],
         "graders, dapo": [*_GRADERS, "algorithm.preset=dapo"],
@@ -547,12 +551,22 @@ SWEEPS: dict[str, Sequence[str]] = {
     "reward": ("plain", "graders"),
     **dict.fromkeys(("reward.workers", "reward.timeout_s"), ("plain", "graders", "no rule")),
     # All combinations of its functions are in test_algorithm_keys.py.
-    "algorithm": ("plain", "critic", "KL steered", "distilled", "dapo", "own loss", "own advantage"),
+    "algorithm": (
+        "plain",
+        "critic",
+        "KL steered",
+        "distilled",
+        "distilled at the likeliest",
+        "dapo",
+        "own loss",
+        "own advantage",
+    ),
     **dict.fromkeys(("algorithm.kl_in", "algorithm.kl_kind"), ("plain", "KL in the loss", "KL steered")),
     "algorithm.kl_coef": ("plain", "KL in the loss", "preset of a KL in the reward, distilled", "distilled advantages"),
     "algorithm.correction": ("plain", "corrected", "masked", "distilled", "asynchronous"),
     "algorithm.correction.reject": ("plain", "corrected twice", "distilled"),
     "algorithm.whiten": ("plain", "critic, whitened", "KL steered", "distilled", "dapo", "own advantage"),
+    **dict.fromkeys(("algorithm.distill_top_k", "algorithm.distill_beta"), ("plain", "distilled at the likeliest")),
     "algorithm.keep_groups": ("plain", "dapo", "graders, dapo"),
     "algorithm.on_logprob_diff": ("plain", "bounded drift"),
     "actor": ("plain", "adapters", "experts"),
@@ -560,7 +574,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "reference": ("plain", "KL in the loss", "adapters", "distilled"),
     "critic": ("plain", "critic", "distilled"),
     "reward_model": ("plain", "scored", "scored tokens", "distilled", "distilled advantages"),
-    "teacher": ("plain", "distilled", "distilled advantages"),
+    "teacher": ("plain", "distilled", "distilled at the likeliest", "distilled advantages"),
     "placement": ("plain", "KL on two", "searched, KL on two"),
     "eval": ("plain", "held out", "sampled", "graders"),
     "eval.sets": ("plain", "held out", "sampled sets", "graded sets"),

@@ -22,12 +22,13 @@ from megarl.recipe.check import check_recipe, fill_defaults
 from megarl.recipe.functions import ADVANTAGES
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.schema import Recipe
+from megarl.recipe.scoring import asked_of_teacher
 from megarl.rollout import filters
-from megarl.rollout.local_advantages import LocalAdvantages, SampleNumbers
+from megarl.rollout.local_advantages import READ, LocalAdvantages, SampleNumbers
 from megarl.rollout.step_advantages import StepAdvantages, StepFacts
 from megarl.training.spec import PolicyObjective, ValueObjective
 from tests.rollout.samples import group_index, make_prompt
-from tests.support.dry.learning import column_of, learn, rounded
+from tests.support.dry.learning import column_of, learn, rounded, top_of
 
 MOST = 8
 LENGTHS = (3, 8, 5, 2, 7, 4, 8, 1, 6)
@@ -70,6 +71,8 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"clip_low": 0.05},
     {"clip_high": 0.05},
     {"dual_clip": 1.1},
+    {"distill_top_k": 3},
+    *({"distill_beta": beta} for beta in (0.0, 0.5)),
     {"settings": {"eps": 1.0}},
     {"kl_coef": 0.3},
     *({"kl_kind": kind} for kind in ("k1", "k2", "abs")),
@@ -164,10 +167,13 @@ def learned(recipe: Recipe, louder: str = "") -> dict[str, Any]:
     )
     shard = assemble(plan, [block])
     said = {COLUMNS[role]: says(role, shard, 1.3 if role == louder else 1.0) for role in role_layouts(recipe)}
+    if recipe.teacher is not None and asked_of_teacher(recipe)[1]:
+        louder_by = 1.3 if louder == "teacher" else 1.0
+        said["teacher_top"] = top_of("teacher", shard, algorithm.distill_top_k, louder_by)
     if algorithm.old_logprobs == "rollout":
         del said["old_logprobs"]
     local, whole = LocalAdvantages(recipe), StepAdvantages(recipe)
-    flat = {name: split_column(column, [plan], [[block]])[0] for name, column in said.items()}
+    flat = {name: split_column(column, [plan], [[block]])[0] for name, column in said.items() if name in READ}
     for _ in range(2):
         measured = local.measure(numbers(whole.kl_coef), [block], flat)
         [settled] = whole.settle(FACTS, [measured])
@@ -207,7 +213,7 @@ def with_teacher(given: dict[str, Any]) -> dict[str, Any]:
     """With the teacher that the functions ask for."""
     loss, advantage = POLICY_LOSSES[given["policy_loss"]], ADVANTAGES[given.get("advantage", "grpo")]
     asks = wanted(loss, LOSS_INPUTS) | wanted(advantage, {**SAMPLE_INPUTS, **TOKEN_INPUTS})
-    return given | ({"teacher": {"path": Path("t")}} if "teacher_logprobs" in asks else {})
+    return given | ({"teacher": {"path": Path("t")}} if asks & {"teacher_logprobs", "teacher_top_logprobs"} else {})
 
 
 LOSSES = [name for name in POLICY_LOSSES if name != "gpg"]

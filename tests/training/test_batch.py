@@ -2,11 +2,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.core.layout import Layout
-from megarl.training.batch import PADDING, cut_sequences, filler, to_device
+from megarl.training.batch import PADDING, cut_sequences, filler, joined_top, split_top, to_device
 from tests.training.samples import examples, shards
 
 
@@ -65,12 +66,34 @@ def test_padding_counts_for_nothing(device):
 
 
 def test_a_filler_has_no_weight(device):
-    batch = filler(device, Layout(tp=2, cp=2, sequence_parallel=True, world_size=4), ("advantages",))
+    batch = filler(
+        device,
+        Layout(tp=2, cp=2, sequence_parallel=True, world_size=4),
+        {"advantages": torch.ones(9), "teacher_top": torch.ones(9, 5)},
+    )
     assert batch.num_tokens == 4
     assert batch.cu_seqlens.tolist() == [0, 8]
     assert not batch.mask.any()
     assert not batch.weights.any()
-    assert set(batch.columns) == {"advantages"}
+    shapes = {name: tuple(column.shape) for name, column in batch.columns.items()}
+    assert shapes == {"advantages": (4,), "teacher_top": (4, 5)} and not any(map(torch.any, batch.columns.values()))
+    assert batch.top_ids.shape == (4, 2)
+
+
+def test_several_numbers_of_a_token_go_where_it_goes_and_come_back(device):
+    layout, wide = Layout(cp=2, world_size=2), np.arange(16, dtype=np.float32).reshape(8, 2)
+    [shard], _ = shards([examples([3, 5], 50)])
+    [micro] = shard.mini_batches[0].micro_batches
+    parts = [to_device(micro, {"wide": wide}, device, layout, rank).columns["wide"].cpu().numpy() for rank in (0, 1)]
+    assert parts[0].tolist() == [[0, 1], [0, 0], *wide[[3, 4]].tolist(), [0, 0], [0, 0]]
+    assert np.array_equal(cut_sequences(micro.cu_seqlens, layout).gather(parts, 8), wide)
+
+
+def test_likeliest_labels_travel_with_their_log_probs_and_ids_are_exact(device):
+    ids = torch.tensor([[2**24 - 1, 0], [7, 151_935]], device=device)
+    logprobs = torch.tensor([[-0.25, -2.0, -3.0], [-1.0, -1.5, -0.75]], device=device)
+    back = split_top(joined_top(ids, logprobs))
+    assert torch.equal(back[0], ids) and torch.equal(back[1], logprobs)
 
 
 def test_a_routing_takes_two_bytes_a_choice_on_the_device(device):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.training.logprob import vocab_parallel_logprobs
+from megarl.training.logprob import LEAST_LOG_REST, vocab_parallel_logprobs, vocab_parallel_top
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -141,3 +141,99 @@ def test_shapes_and_temperature_are_checked():
         vocab_parallel_logprobs(torch.zeros(2, 3), torch.zeros(3, dtype=torch.long), vocab_size=3)
     with pytest.raises(ValueError, match="temperature must be positive"):
         vocab_parallel_logprobs(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), vocab_size=3, temperature=0)
+
+
+def top_reference(logits, ids, temperature):
+    """Log-probs of ids [T, k] and of all other entries, from whole logits [T, V]."""
+    logp = torch.log_softmax(logits / temperature, dim=-1)
+    others = torch.ones_like(logp).scatter(1, ids, 0) > 0
+    return torch.cat([logp.gather(1, ids), logp.where(others, float("-inf")).logsumexp(1, keepdim=True)], dim=1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(2, 13), st.integers(0, 3)),
+    share=st.floats(0, 1),
+    entropy_grad=st.booleans(),
+    chunk=st.integers(1, 40),
+    seed=st.integers(0, 99),
+)
+def test_the_likeliest_entries_and_the_rest_equal_those_of_whole_logits(shape, share, entropy_grad, chunk, seed):
+    tokens, vocab, padding = shape
+    k, generator = 1 + int(share * (vocab - 2)), seeded(seed)
+    logits = (torch.randn(tokens, vocab + padding, generator=generator) * 5).requires_grad_()
+    labels = torch.randint(vocab, (tokens,), generator=generator)
+    other = torch.randn(tokens, vocab + padding, generator=generator)  # whose likeliest these are
+    ids = vocab_parallel_top(other, k, vocab_size=vocab)
+    assert torch.equal(ids, other[:, :vocab].argsort(dim=1, descending=True)[:, :k])
+    scores = vocab_parallel_logprobs(
+        logits,
+        labels,
+        vocab_size=vocab,
+        temperature=0.7,
+        with_entropy=True,
+        entropy_grad=entropy_grad,
+        chunk_elements=chunk,
+        top_ids=ids,
+    )
+    logprobs, entropy = reference(logits, labels, vocab, 0.7)
+    top = top_reference(logits[:, :vocab], ids, 0.7)
+    torch.testing.assert_close(scores.top, top, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scores.logprobs, logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scores.entropy, entropy, atol=1e-5, rtol=1e-5)
+    outer = torch.randn(tokens, k + 3, generator=generator)
+
+    def gradient(logprobs, entropy, top):
+        loss = (outer * torch.cat([top, logprobs[:, None], entropy[:, None]], dim=1)).sum()
+        return torch.autograd.grad(loss, logits)[0]
+
+    ours = gradient(scores.logprobs, scores.entropy, scores.top)
+    theirs = gradient(logprobs, entropy if entropy_grad else entropy.detach(), top)
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+    assert not ours[:, vocab:].any()
+
+
+def test_gradients_of_the_likeliest_entries_pass_gradcheck_in_float64():
+    logits = torch.randn(5, 7, dtype=torch.float64, generator=seeded(0)).requires_grad_()
+    labels, ids = torch.tensor([0, 3, 5, 5, 2]), torch.tensor([[0, 4], [1, 2], [5, 0], [2, 1], [3, 4]])
+
+    def scores(values):
+        return tuple(
+            vocab_parallel_logprobs(
+                values,
+                labels,
+                vocab_size=6,
+                temperature=0.8,
+                with_entropy=True,
+                entropy_grad=True,
+                chunk_elements=14,
+                top_ids=ids,
+            )
+        )
+
+    assert torch.autograd.gradcheck(scores, (logits,))
+
+
+def test_a_rest_of_almost_no_probability_has_the_gradient_of_its_own():
+    """One entry has all but e^-30: of 1 - p nothing is left in float32, and the rest is shared out evenly all the same."""
+    logits = torch.tensor([[30.0, 0.0, 0.0, -1.0]], requires_grad=True)
+    [found] = vocab_parallel_logprobs(logits, torch.tensor([0]), vocab_size=4, top_ids=torch.tensor([[0]])).top
+    others = 2 + math.exp(-1)
+    assert found.tolist() == pytest.approx([0, math.log(others) - 30], abs=1e-5)
+    (0.1 * found[1] + 0.9 * found[0]).backward()
+    expected = [-0.1, 0.1 / others, 0.1 / others, 0.1 * math.exp(-1) / others]
+    assert logits.grad[0].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_where_all_entries_are_given_nothing_is_left_and_has_a_logarithm():
+    logits = torch.tensor([[1.0, 2.0, 9.0]], requires_grad=True)
+    [found] = vocab_parallel_logprobs(logits, torch.tensor([0]), vocab_size=2, top_ids=torch.tensor([[1, 0]])).top
+    assert found[-1] == LEAST_LOG_REST
+    found.sum().backward()
+    assert logits.grad[0].tolist() == pytest.approx([1 - 2 / (1 + math.e), 1 - 2 * math.e / (1 + math.e), 0], abs=1e-6)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_no_more_entries_than_the_vocabulary_has(k):
+    with pytest.raises(ValueError, match="k must be from 1 to the vocabulary of 3"):
+        vocab_parallel_top(torch.zeros(2, 5), k, vocab_size=3)

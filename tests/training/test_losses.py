@@ -46,7 +46,8 @@ def batch(**columns):
 
 
 def scores(logprobs, entropy=(0.3, 0.6, 0.9, 7.0)):
-    return TokenScores(torch.tensor(logprobs, requires_grad=True), torch.tensor(entropy, requires_grad=True))
+    top = torch.tensor([[math.log(0.5), math.log(0.5)]] * len(logprobs), requires_grad=True)
+    return TokenScores(torch.tensor(logprobs, requires_grad=True), torch.tensor(entropy, requires_grad=True), top)
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
@@ -55,6 +56,8 @@ def test_without_old_log_probs_a_loss_is_that_of_its_own(name):
         [-1.0, -2.0, -0.5, 0.0],
         {"advantages": [1.0, -1.0, 2.0, 0.0], "teacher_logprobs": [-1.5, -1.0, -0.7, 0.0]},
     )
+    if name == "distill_top":  # two classes: the likeliest token, and all others
+        given["teacher_top"] = [[6.0, math.log(0.8), math.log(0.2)]] * 4
     algorithm = Algorithm(policy_loss=name)
     scored, alone = policy_loss(algorithm), policy_loss(algorithm, old_given=False)
     assert (scored.columns - alone.columns, alone.one_step, scored.one_step) == ({"old_logprobs"}, True, False)
@@ -63,8 +66,9 @@ def test_without_old_log_probs_a_loss_is_that_of_its_own(name):
     without = alone.fn(other, batch(**given))
     with_old.loss.backward()
     without.loss.backward()
-    assert without.loss == with_old.loss and torch.equal(one.logprobs.grad, other.logprobs.grad)
-    assert one.logprobs.grad.any()
+    received = [each.top if name == "distill_top" else each.logprobs for each in (one, other)]
+    assert without.loss == with_old.loss and torch.equal(received[0].grad, received[1].grad)
+    assert received[0].grad.any()
     assert without.sums == with_old.sums and without.maxima == with_old.maxima
     assert without.sums["rollout/logprob_diff_mean"] > 0
 

@@ -27,7 +27,7 @@ from megarl.sync.sending import Sending
 from megarl.sync.session import SyncReport
 from megarl.training.manifest import HF_FOLDER, Manifest
 from megarl.training.spec import DpoObjective, KtoObjective, RewardObjective, RoleSpec, SftObjective
-from tests.support.dry.learning import column_of, learn
+from tests.support.dry.learning import column_of, learn, top_of
 
 EVALUATED = {SftObjective: "sft", RewardObjective: "rm", DpoObjective: "dpo", KtoObjective: "kto"}
 
@@ -91,6 +91,11 @@ class Rank:
     ) -> tuple[Any, ...]:
         self._book.note("logprobs", role, temperature)
         return self._columns(role, RankShards.of(num_owners, parts))
+
+    def top(self, role: str, k: int, num_owners: int, *parts: ShardPlan | Block) -> tuple[Any, ...]:
+        self._book.note("top", role, k)
+        shards = RankShards.of(num_owners, parts)
+        return (None, *shards.parts(top_of(role, shards.merged(), k)))
 
     def values(self, role: str, num_owners: int, *parts: ShardPlan | Block) -> tuple[Any, ...]:
         self._book.note("values", role)

@@ -22,8 +22,8 @@ from megarl.models.gpt import transformer_config
 from megarl.models.hf_config import load_model_config
 from megarl.training.gradient_watch import FEWEST
 from megarl.training.rank import Rank
-from megarl.training.spec import DpoObjective, RewardObjective, RoleSpec
-from tests.support.dry.learning import column_of, rounded
+from megarl.training.spec import DpoObjective, PolicyObjective, RewardObjective, RoleSpec
+from tests.support.dry.learning import column_of, rounded, top_of
 
 UPDATES, LENGTHS = 1, (5, 4, 6, 3)
 COLUMNS = {
@@ -119,7 +119,10 @@ class Engines:
 def _given(spec: RoleSpec) -> tuple[Shard, dict[str, Column]]:
     """What the role works on, and what the others say of it."""
     shard = _shard(pairs=isinstance(spec.objective, RewardObjective | DpoObjective))
-    return shard, {name: column_of(source, shard) for name, source in COLUMNS.items()}
+    columns = {name: column_of(source, shard) for name, source in COLUMNS.items()}
+    if isinstance(spec.objective, PolicyObjective):
+        columns["teacher_top"] = top_of("teacher", shard, spec.objective.algorithm.distill_top_k)
+    return shard, columns
 
 
 def _alone(spec: RoleSpec) -> RoleSpec:

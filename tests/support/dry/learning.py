@@ -39,6 +39,18 @@ def _values(role: str, micro: MicroBatch, scale: float) -> FloatArray:
     return (moved if role in HEADS else micro.rollout_logprobs + moved).astype(np.float32)
 
 
+def top_of(role: str, shard: Shard, k: int, scale: float = 1.0) -> Column:
+    """What a role says of k labels of each token and of all others together, as `training.batch.joined_top` has it."""
+    return [[_top(role, micro, k, scale) for micro in mini.micro_batches] for mini in shard.mini_batches]
+
+
+def _top(role: str, micro: MicroBatch, k: int, scale: float) -> FloatArray:
+    phase, at = list(SPREADS).index(role), np.arange(micro.num_tokens)[:, None] + micro.tokens[:, None] % 7
+    logits = scale * SPREADS[role] * np.sin(1.7 * at + 2.3 * phase + 0.9 * np.arange(k + 1))
+    ids = (micro.tokens[:, None] + np.arange(k)) % max(k, 64)
+    return np.hstack([ids, logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))]).astype(np.float32)
+
+
 def learn(
     objective: Objective, shard: Shard, columns: Mapping[str, Column], kl: float = 0.0, *, role: str = "policy"
 ) -> dict[str, float | tuple[float, ...]]:
@@ -55,13 +67,16 @@ def learn(
             batch = to_device(micro, given, "cpu", Layout(), 0)
             says = torch.tensor(_values(role, micro, 1.0), requires_grad=True)
             entropy = torch.tensor(0.5 + 0.1 * np.arange(micro.num_tokens), dtype=torch.float32, requires_grad=True)
-            output = loss.fn(TokenScores(says, entropy), batch)
+            k = 0 if batch.top_ids is None else batch.top_ids.shape[1]
+            top = torch.tensor(_top(role, micro, k, 1.0)[:, k:], requires_grad=True) if k else None
+            output = loss.fn(TokenScores(says, entropy, top), batch)
             output.loss.backward()
             means = {name: value for name, (value, _) in output.means.items()}
             named = {"loss": output.loss, **output.weighted, **output.sums, **means, **output.maxima}
             found |= {f"{first}.{second} {name}": rounded(value) for name, value in named.items()}
-            for name, leaf in (("gradient", says), ("entropy's gradient", entropy)):
-                if leaf.grad is not None:
+            leaves = {"gradient": says, "entropy's gradient": entropy, "gradient of the likeliest": top}
+            for name, leaf in leaves.items():
+                if leaf is not None and leaf.grad is not None:
                     found[f"{first}.{second} {name}"] = rounded(leaf.grad)
     return found
 
