@@ -124,7 +124,7 @@ def test_columns_go_to_the_owners_and_come_back(step: tuple[list[Sample], list[i
     # Several numbers a token go the same way.
     wide = [[np.stack([part, -part, 2 * part], axis=1) for part in mini] for mini in column]
     parts = split_column(wide, dealt.plans, blocks)
-    assert {part.shape[1:] for shard in parts for part in shard} <= {(3,)}
+    assert not any(wide) or {part.shape[1:] for shard in parts for part in shard} == {(3,)}
     back = merge_columns([join_columns(*each) for each in zip(dealt.plans, blocks, parts, strict=True)])
     assert [[part.tolist() for part in mini] for mini in back] == [[part.tolist() for part in mini] for mini in wide]
 

@@ -60,6 +60,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "reward": ("qwen3", {"num_hidden_layers": 4}),
     "preference": ("qwen3", {"num_hidden_layers": 4}),
     "labelled": ("qwen3", {"num_hidden_layers": 4}),
+    "distilled": ("qwen3", {"num_hidden_layers": 4}),
 }
 # Have a score head in the vocabulary's place: what is read of them are values, in the place of log-probs.
 CRITIC, REWARD = "critic", "reward"
@@ -67,6 +68,8 @@ CRITIC, REWARD = "critic", "reward"
 PREFERENCE = "preference"
 # Learns from answers that are labelled one by one, beside a KL that is estimated at the same layout.
 LABELLED = "labelled"
+# Learns from a teacher's likeliest tokens, and is read at its own.
+DISTILLED = "distilled"
 # A copy of another model of which one tensor is a little larger.
 PERTURBED, PERTURBED_FROM = "perturbed", "dense"
 PERTURBED_TENSOR, PERTURBATION = "model.layers.2.self_attn.o_proj.weight", 1e-4

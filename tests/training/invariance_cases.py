@@ -44,6 +44,7 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("reward", 2): [{"cp": 2}],  # its head is the critic's
     ("preference", 2): [{"cp": 2}],
     ("labelled", 2): [{"cp": 2}],
+    ("distilled", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2}],
     ("mla", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2, "ep": 2}],
     ("gated", 2): [{"tp": 2, **SP, "ep": 2}, {"cp": 2, "ep": 2}],
     ("gate in one", 2): [{"tp": 2, **SP}, {"cp": 2}],
@@ -87,6 +88,8 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("preference", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
     ("labelled", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {}],
     ("labelled", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
+    ("distilled", 2): [{"tp": 2}, {"pp": 2}, {}],
+    ("distilled", 4): [{"tp": 2, **SP, "cp": 2}, {"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}],
     ("mla", 4): [{"tp": 2, **SP, "pp": 2, "vpp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
     ("gated", 2): [{"tp": 2, **SP, "etp": 2}, {"pp": 2}],
     ("gated", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"tp": 2, **SP, "cp": 2, "ep": 2}],

@@ -19,14 +19,23 @@ import torch.distributed as dist
 from megarl.core.layout import Layout
 from megarl.core.progress import Progress
 from megarl.core.types import Column, Shard
+from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Optimizer
 from megarl.recipe.supervised import Dpo, Kto
 from megarl.training.rank import Rank
-from megarl.training.spec import DpoObjective, KtoObjective, Objective, RewardObjective, ValueObjective
+from megarl.training.spec import (
+    DpoObjective,
+    KtoObjective,
+    Objective,
+    PolicyObjective,
+    RewardObjective,
+    ValueObjective,
+)
 from tests.support.platforms import chosen
 from tests.training.harness import OPTIMIZER, actor_spec, weights
 from tests.training.invariance import (
     CRITIC,
+    DISTILLED,
     LABELLED,
     PERTURBED,
     PERTURBED_FROM,
@@ -55,7 +64,7 @@ from tests.training.invariance_cases import (
 )
 from tests.training.labelled import labelled_shards
 from tests.training.pairs import pair_shards
-from tests.training.samples import Example, shards
+from tests.training.samples import TOP_K, Example, shards
 
 # Gradients stay whole on each rank, and the weights as they are: the step is far below rounding.
 STANDSTILL = Optimizer(name="sgd", lr=1e-30, clip_grad=1e9)
@@ -66,6 +75,7 @@ ADAM = OPTIMIZER.model_copy(update={"eps": ADAM_EPS})
 OBJECTIVES: dict[str, Objective] = {
     CRITIC: ValueObjective(0.2),
     REWARD: RewardObjective(center_coef=0.05),
+    DISTILLED: PolicyObjective(Algorithm(policy_loss="distill_top", distill_beta=0.3, entropy_coef=0.01)),
     PREFERENCE: DpoObjective(Dpo(beta=0.3, label_smoothing=0.1, sft_coef=0.2)),
     LABELLED: KtoObjective(Kto(beta=0.3, desirable_weight=1.5)),
 }
@@ -109,7 +119,10 @@ class World:
         self.rank.build(role, replace(spec, optimizer=None if frozen else optimizer))
 
     def read(self, role: str, shard: Shard) -> Column | None:
-        """What the role says of each label."""
+        """What the role says of each label; of the likeliest, log-probs alone: equal ones come in any order."""
+        if self.models[role] == DISTILLED:
+            column = self.rank.top(role, shard, TOP_K)
+            return None if column is None else [[part[:, TOP_K:] for part in mini] for mini in column]
         scores = self.rank.engine(role).config.head == "score"
         return self.rank.values(role, shard) if scores else self.rank.logprobs(role, shard)
 

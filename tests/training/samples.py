@@ -8,6 +8,9 @@ import numpy as np
 
 from megarl.core.types import Column, MicroBatch, MiniBatch, Shard
 
+TOP_K = 3
+COLUMNS = ("old_logprobs", "ref_logprobs", "advantages", "teacher_top")
+
 
 @dataclass(frozen=True)
 class Example:
@@ -35,9 +38,19 @@ def examples(lengths: list[int], vocab_size: int, seed: int = 0) -> list[Example
             "ref_logprobs": (old + 0.1 * random.standard_normal(length).astype(np.float32)) * mask,
             "advantages": np.float32(random.standard_normal()) * mask,
         }
+        columns["teacher_top"] = likeliest(length, vocab_size, seed)
         rollout = (old + 0.01 * random.standard_normal(length).astype(np.float32)) * mask
         made.append(Example(tokens, np.append(tokens[1:], 0)[:length], mask, rollout, columns))
     return made
+
+
+def likeliest(length: int, vocab_size: int, seed: int) -> np.ndarray:
+    """What a random teacher says of its TOP_K likeliest tokens and of all others, [length, 2 TOP_K + 1]: ids, then log-probs."""
+    random = np.random.default_rng([seed, length])
+    logits = 2 * random.standard_normal((length, vocab_size))
+    logprobs = -np.sort(-(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))), axis=1)
+    ids, rest = np.argsort(-logits, axis=1)[:, :TOP_K], np.log(np.exp(logprobs[:, TOP_K:]).sum(axis=1, keepdims=True))
+    return np.hstack([ids, logprobs[:, :TOP_K], rest]).astype(np.float32)
 
 
 def shards(
@@ -45,7 +58,7 @@ def shards(
 ) -> tuple[list[Shard], list[dict[str, Column]]]:
     """Deal each mini-batch to dp shards, each cut into micro-batches; weights are token-mean over the mini-batch."""
     parts: list[list[MiniBatch]] = [[] for _ in range(dp)]
-    columns: list[dict[str, Column]] = [{"old_logprobs": [], "ref_logprobs": [], "advantages": []} for _ in range(dp)]
+    columns: list[dict[str, Column]] = [{name: [] for name in COLUMNS} for _ in range(dp)]
     for mini in mini_batches:
         denominator = sum(example.mask.sum() for example in mini)
         for index in range(dp):

@@ -53,6 +53,8 @@ def test_scores_and_gradients_of_a_split_vocabulary(pair, single, vocab_size):
     for part in parts:
         torch.testing.assert_close(part["logprobs"], whole["logprobs"], atol=1e-5, rtol=1e-6)
         torch.testing.assert_close(part["entropy"], whole["entropy"], atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(part["top"], whole["top"], atol=1e-5, rtol=1e-6)
+        assert torch.equal(part["ids"], whole["ids"])
     grad = torch.cat([part["grad"] for part in parts], dim=1)
     torch.testing.assert_close(grad, whole["grad"], atol=1e-5, rtol=1e-5)
     assert not grad[:, vocab_size:].any()

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megarl.core.layout import Layout
-from megarl.training.logprob import vocab_parallel_logprobs
+from megarl.training.logprob import vocab_parallel_logprobs, vocab_parallel_top
 from megarl.training.rank import Rank
 from tests.support.platforms import chosen
 from tests.training.harness import OPTIMIZER, VOCAB, actor_spec, weights
@@ -37,6 +37,7 @@ def sharded_logprobs(rank: Rank, vocab_size: int) -> dict[str, torch.Tensor]:
     full, labels = full.to(rank.platform.device), labels.to(rank.platform.device)
     groups = rank.engine("actor").groups
     mine = full.chunk(groups.layout.tp, dim=1)[groups.place.tp].clone().requires_grad_()
+    ids = vocab_parallel_top(mine.detach(), 2, vocab_size=vocab_size, group=groups.tp)
     scores = vocab_parallel_logprobs(
         mine,
         labels,
@@ -46,11 +47,14 @@ def sharded_logprobs(rank: Rank, vocab_size: int) -> dict[str, torch.Tensor]:
         with_entropy=True,
         entropy_grad=True,
         chunk_elements=20,
+        top_ids=ids,
     )
-    assert scores.entropy is not None
-    (scores.logprobs.square() + 3 * scores.entropy).sum().backward()
+    assert scores.entropy is not None and scores.top is not None
+    of_top = (scores.top * torch.arange(1, 4, device=mine.device)).sum(dim=1)
+    (scores.logprobs.square() + 3 * scores.entropy + of_top).sum().backward()
     assert mine.grad is not None
     found = {"logprobs": scores.logprobs.detach(), "entropy": scores.entropy.detach(), "grad": mine.grad}
+    found |= {"ids": ids, "top": scores.top.detach()}
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 
