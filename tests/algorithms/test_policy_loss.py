@@ -16,6 +16,7 @@ from megarl.algorithms.policy_loss import (
     cispo_loss,
     clipped_policy_loss,
     distill_loss,
+    distill_top_loss,
     gmpo_loss,
     gspo_loss,
     reinforce_loss,
@@ -239,6 +240,57 @@ def test_distillation_s_expected_gradient_is_that_of_the_reverse_kl() -> None:
     student = logits.log_softmax(-1)
     (student.exp() * (student - teacher)).sum().backward()
     torch.testing.assert_close(found, logits.grad)
+
+
+def distill_top(policy: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
+    zero = policy.new_zeros(len(policy))
+    return distill_top_loss(zero, zero, policy, teacher, beta).loss
+
+
+def test_distill_top_hand_computed() -> None:
+    """Teacher 1/2, 1/4 and a rest of 1/4; policy 1/4, 1/4 and 1/2. In the middle, at beta 1/2: 3/8, 1/4, 3/8."""
+    teacher, policy = torch.tensor([[0.5, 0.25, 0.25]]).log(), torch.tensor([[0.25, 0.25, 0.5]]).log()
+    forward, reverse = 0.5 * math.log(2) - 0.25 * math.log(2), 0.5 * math.log(2) - 0.25 * math.log(2)
+    middle = 2 * 0.5 * (0.5 * math.log(4 / 3) + 0.25 * math.log(2 / 3))
+    assert distill_top(policy, teacher, 0.0).tolist() == pytest.approx([forward], rel=1e-5)
+    assert distill_top(policy, teacher, 1.0).tolist() == pytest.approx([reverse], rel=1e-5)
+    assert distill_top(policy, teacher, 0.5).tolist() == pytest.approx([middle], rel=1e-5)
+    # Of two classes, where the two KLs differ: 0.9 and 0.1 against 0.5 and 0.5.
+    teacher, policy = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.5, 0.5]]).log()
+    expected = [0.9 * math.log(1.8) + 0.1 * math.log(0.2), 0.5 * math.log(5 / 9) + 0.5 * math.log(5)]
+    assert [float(distill_top(policy, teacher, beta)) for beta in (0.0, 1.0)] == pytest.approx(expected, rel=1e-5)
+    # beta 1/4: the middle has 0.6 and 0.4.
+    skewed = 0.25 * (0.9 * math.log(1.5) + 0.1 * math.log(0.25)) + 0.75 * (0.5 * math.log(5 / 6) + 0.5 * math.log(1.25))
+    assert float(distill_top(policy, teacher, 0.25)) == pytest.approx(skewed, rel=1e-5)
+
+
+def test_distill_top_s_gradients_are_those_of_the_formulas() -> None:
+    """With P the teacher's and Q the policy's: by logits, Q - P of the forward KL, and Q (log Q / P - KL) of the reverse one."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(4, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(4, 6, generator=generator, dtype=torch.float64).log_softmax(-1).requires_grad_()
+    policy = logits.log_softmax(-1)
+    p, q = teacher.exp(), policy.exp()
+    apart = policy - teacher
+    reverse = (q * apart).sum(-1, keepdim=True)
+    for beta, expected in ((0.0, q - p), (1.0, q * (apart - reverse))):
+        [found] = torch.autograd.grad(distill_top(policy, teacher, beta).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(found, expected)
+    assert not torch.autograd.grad(distill_top(policy, teacher, 0.5).sum(), teacher, allow_unused=True)[0]
+
+
+@given(beta=st.floats(0, 1), seed=st.integers(0, 99), k=st.integers(1, 7))
+def test_one_class_for_the_rest_makes_a_divergence_smaller_and_never_negative(beta: float, seed: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    teacher, policy = (2 * torch.randn(2, 5, 8, generator=generator, dtype=torch.float64)).log_softmax(-1)
+    cut = [torch.cat([x[:, :k], x[:, k:].logsumexp(-1, keepdim=True)], dim=1) for x in (policy, teacher)]
+    whole, some = distill_top(policy, teacher, beta), distill_top(*cut, beta)
+    assert (some <= whole + 1e-12).all() and (some >= -1e-12).all()
+    missing = None
+    if beta == 0:  # chain rule: what the two disagree about within the rest
+        within = [x[:, k:].log_softmax(-1) for x in (teacher, policy)]
+        missing = cut[1][:, -1].exp() * (within[0].exp() * (within[0] - within[1])).sum(-1)
+        torch.testing.assert_close(whole - some, missing)
 
 
 # Every loss, as a function of log-probs, old log-probs and advantages alone.

@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from megarl.core.errors import UserError
 from megarl.models.hf_config import load_model_config
 from megarl.models.role_check import check_roles
+from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Critic, Parallel, RewardModel, Teacher
 from megarl.recipe.run import Cluster, Model
 from megarl.recipe.schema import Data, Recipe, Rollout, Train
@@ -93,6 +94,14 @@ def test_other_tokens_are_refused(policy: Path, stranger: Path, tmp_path: Path) 
     tokenizer.write_text(tokenizer.read_text().replace('"a"', '"A"', 1))
     with pytest.raises(UserError, match=r"critic.path .* has another tokenizer than model.path"):
         check(policy, critic=Critic(path=same_size))
+
+
+def test_a_teacher_has_as_many_likeliest_tokens_as_are_asked_for(policy: Path) -> None:
+    teacher, most = Teacher(path=policy), load_model_config(policy).vocab_size
+    says = rf"distill_top_k: {most + 1} is more than the vocabulary of teacher.path .* has {most} tokens"
+    check(policy, algorithm=Algorithm(policy_loss="distill_top", distill_top_k=most), teacher=teacher)
+    with pytest.raises(UserError, match=says):
+        check(policy, algorithm=Algorithm(policy_loss="distill_top", distill_top_k=most + 1), teacher=teacher)
 
 
 def test_a_context_that_is_too_short_is_refused(policy: Path, tmp_path: Path) -> None:

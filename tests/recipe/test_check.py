@@ -50,6 +50,8 @@ UNREAD = [
     (["actor.lora.rank=4", "sync.lora=adapters", "sync.transport=broadcast"], ["sync.lora=merged"]),
     (["actor.lora.rank=4", "sync.lora=adapters", "sync.bucket_mb=64"], ["sync.lora=merged"]),
     (["teacher.path=m"], ["algorithm.policy_loss=distill"]),
+    ([*DISTILL, "algorithm.distill_top_k=8"], ["algorithm.policy_loss=distill_top"]),
+    (["algorithm.distill_beta=0.5"], ["algorithm.policy_loss=distill_top", "teacher.path=m"]),
     (["reference.refresh_every=2"], ["algorithm.kl_coef=0.1"]),
     (["algorithm.advantage=rloo", "algorithm.normalize_std=true"], ["algorithm.advantage=egpo"]),
     *(
@@ -299,6 +301,7 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
             "is written in its journal",
         ),
         (["algorithm.policy_loss=distill"], "there is nobody to distill from"),
+        (["algorithm.policy_loss=distill_top"], "there is nobody to distill from"),
         (
             [
                 "rollout.samples_per_prompt=1",

@@ -71,6 +71,47 @@ def test_three_adam_steps_equal_a_plain_torch_loop(rank, spec, folder, bounds):
     assert max((trained[name] - expected[name]).abs().max().item() for name in trained) < bounds.weight
 
 
+def test_the_likeliest_tokens_equal_transformers(rank, spec, folder, bounds):
+    """Chosen of whole logits; log-probs at the role's temperature, those of all others together at the end."""
+    rank.build("actor", spec)
+    made = examples([20, 30], VOCAB)
+    [shard], _ = shards([made], micro_batches=2)
+    [parts] = rank.top("actor", shard, 5)
+    with torch.no_grad():
+        model = torch_loop.load(folder)
+        for part, example in zip(parts, made, strict=True):
+            logp = torch_loop.whole(model, example)
+            top = logp.topk(6)
+            assert (part[:, :5] == top.indices[:, :5].numpy())[
+                (top.values[:, :5] - top.values[:, 1:] > 1e-4).numpy()
+            ].all()
+            rest = (1 - top.values[:, :5].exp().sum(1)).log()
+            expected = torch.cat([top.values[:, :5], rest[:, None]], dim=1)
+            assert np.abs(part[:, 5:] - expected.numpy()).max() < bounds.logprob
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_distillation_at_the_likeliest_tokens_equals_plain_torch_on_whole_logits(rank, spec, folder, bounds, beta):
+    objective = PolicyObjective(Algorithm(policy_loss="distill_top", distill_beta=beta))
+    # Gradients stay whole, and as they are.
+    still = Optimizer(name="sgd", lr=1e-30, clip_grad=1e9)
+    rank.build("actor", dataclasses.replace(spec, objective=objective, optimizer=still))
+    mini = examples([9, 17, 30, 12], VOCAB)
+    [shard], [columns] = shards([mini], micro_batches=2)
+    metrics = rank.update("actor", shard, columns)
+    model = torch_loop.load(folder)
+    loss = torch_loop.distill_top(model, mini, beta)
+    loss.backward()
+    assert metrics["actor/loss"] == metrics["actor/pg_loss"] == pytest.approx(loss.item(), abs=bounds.loss_abs)
+    rest = torch.cat([torch.tensor(each.columns["teacher_top"][each.mask > 0, -1]).exp() for each in mini]).mean()
+    assert metrics["actor/teacher_rest"] == pytest.approx(float(rest), rel=1e-5)
+    expected = dict(model.named_parameters())
+    found = {name: tensor for bucket in rank.engine("actor").gradients(1 << 16) for name, tensor in bucket}
+    for name, tensor in found.items():
+        scale = expected[name].grad.abs().max()
+        assert (tensor - expected[name].grad).abs().max() < 1e-5 * scale + 1e-8, name
+
+
 def test_mini_batches_of_one_update_are_optimizer_steps(rank, spec):
     minis = [examples([9, 17], VOCAB, seed) for seed in range(2)]
     rank.build("actor", spec)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.training.samples import Example
+from tests.training.samples import TOP_K, Example
 
 KL_COEF, ENTROPY_COEF, CLIP_LOW, CLIP_HIGH, TEMPERATURE = 0.05, 0.01, 0.2, 0.3, 0.8
 
@@ -39,6 +39,31 @@ def loss(model: torch.nn.Module, mini: list[Example]) -> Tensor:
         policy = -torch.minimum(ratio * advantage, clipped * advantage)
         kl = torch.exp(ref - logprobs) - (ref - logprobs) - 1
         total = total + ((policy + KL_COEF * kl - ENTROPY_COEF * entropy) * torch.tensor(example.mask)).sum()
+    return total / sum(float(example.mask.sum()) for example in mini)
+
+
+def whole(model: torch.nn.Module, example: Example) -> Tensor:
+    """Log-probs of the whole vocabulary: [T, V]."""
+    logits = model(input_ids=torch.tensor(example.tokens)[None]).logits[0].float() / TEMPERATURE
+    return torch.log_softmax(logits, dim=-1)
+
+
+def distill_top(model: torch.nn.Module, mini: list[Example], beta: float) -> Tensor:
+    """Generalized Jensen-Shannon divergence from the column teacher_top, mean over trained tokens: on whole distributions."""
+    total = torch.zeros(())
+    for example in mini:
+        logp, column = whole(model, example), torch.tensor(example.columns["teacher_top"])
+        ids, theirs = column[:, :TOP_K].long(), column[:, TOP_K:].exp()
+        mine = logp.gather(1, ids).exp()
+        mine = torch.cat([mine, 1 - mine.sum(1, keepdim=True)], dim=1)
+        if beta == 0:
+            apart = theirs * (theirs / mine).log()
+        elif beta == 1:
+            apart = mine * (mine / theirs).log()
+        else:
+            middle = beta * theirs + (1 - beta) * mine
+            apart = beta * theirs * (theirs / middle).log() + (1 - beta) * mine * (mine / middle).log()
+        total = total + (apart.sum(1) * torch.tensor(example.mask)).sum()
     return total / sum(float(example.mask.sum()) for example in mini)
 
 
