@@ -125,7 +125,8 @@ class Engine:
         """The k likeliest labels, as `batch.joined_top` has them: [T, 2k + 1] for each micro-batch; None likewise."""
 
         def evaluate(batch: DeviceBatch, logits: Tensor) -> list[Tensor]:
-            ids = vocab_parallel_top(logits, k, vocab_size=self._config.vocab_size, group=self._groups.tp)
+            settings = {"vocab_size": self._config.vocab_size, "chunk_elements": self._chunk_elements}
+            ids = vocab_parallel_top(logits, k, **settings, group=self._groups.tp)
             return [joined_top(ids, cast("Tensor", self._score(batch, logits, with_entropy=False, top_ids=ids).top))]
 
         return self._columns(shard, evaluate)[0]

@@ -77,7 +77,14 @@ def vocab_parallel_logprobs(
     return TokenScores(logprobs, entropy if with_entropy else None, None if top_ids is None else top)
 
 
-def vocab_parallel_top(logits: Tensor, k: int, *, vocab_size: int, group: dist.ProcessGroup | None = None) -> Tensor:
+def vocab_parallel_top(
+    logits: Tensor,
+    k: int,
+    *,
+    vocab_size: int,
+    group: dist.ProcessGroup | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> Tensor:
     """The k likeliest entries of each token, likeliest first: [T, k] int64, the same on every rank of the group.
 
     logits: [T, V / tp], as for `vocab_parallel_logprobs`. Each rank chooses among its own entries, and all among what these
@@ -87,10 +94,12 @@ def vocab_parallel_top(logits: Tensor, k: int, *, vocab_size: int, group: dist.P
     if not 1 <= k <= vocab_size:
         raise ValueError(f"k must be from 1 to the vocabulary of {vocab_size}, got {k}")
     part = _slice(logits.shape[1], vocab_size, group)
-    here = min(k, part.width)
+    here, step = min(k, part.width), max(1, chunk_elements // max(1, part.width))
     values = logits.new_full((logits.shape[0], k), float("-inf"))
     ids = torch.zeros((logits.shape[0], k), dtype=torch.int64, device=logits.device)
-    values[:, :here], ids[:, :here] = logits[:, : part.width].topk(here, dim=1)
+    for first in range(0, len(logits), step):  # without padding a slice is not contiguous, and topk copies it
+        rows = slice(first, first + step)
+        values[rows, :here], ids[rows, :here] = logits[rows, : part.width].topk(here, dim=1)
     ids += part.start
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks == 1:

@@ -164,7 +164,7 @@ def test_the_likeliest_entries_and_the_rest_equal_those_of_whole_logits(shape, s
     logits = (torch.randn(tokens, vocab + padding, generator=generator) * 5).requires_grad_()
     labels = torch.randint(vocab, (tokens,), generator=generator)
     other = torch.randn(tokens, vocab + padding, generator=generator)  # whose likeliest these are
-    ids = vocab_parallel_top(other, k, vocab_size=vocab)
+    ids = vocab_parallel_top(other, k, vocab_size=vocab, chunk_elements=chunk)
     assert torch.equal(ids, other[:, :vocab].argsort(dim=1, descending=True)[:, :k])
     scores = vocab_parallel_logprobs(
         logits,
