@@ -232,6 +232,29 @@ def test_what_lies_outside_the_mask_reaches_neither_gradient_nor_metrics():
     assert all(torch.isfinite(value) for value in reported)
 
 
+def test_distillation_at_the_likeliest_tokens_by_hand_and_nothing_from_outside_the_mask():
+    """Two classes: the teacher's token and all others. The policy has 1/2 of both; untrained positions hold no numbers."""
+    taught = [[6.0, math.log(share), math.log(1 - share)] for share in (0.8, 0.5, 0.9)] + [[6.0, math.nan, -math.inf]]
+    half = [math.log(0.5)] * 2
+    top = torch.tensor([half, half, half, [-math.inf, math.nan]], requires_grad=True)
+    given = scores(OLD)._replace(top=top)
+    loss = policy_loss(Algorithm(policy_loss="distill_top", distill_beta=0.0))
+    assert loss.columns == {"old_logprobs", "teacher_top"}
+    output = loss.fn(given, batch(old_logprobs=OLD, teacher_top=taught))
+    output.loss.backward()
+
+    def apart(share):  # KL(teacher || policy)
+        return share * math.log(share / 0.5) + (1 - share) * math.log((1 - share) / 0.5)
+
+    expected = 0.5 * apart(0.8) + 0.25 * apart(0.9)
+    assert output.loss.item() == output.weighted["actor/pg_loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert output.sums["actor/teacher_rest"].item() == pytest.approx(0.2 + 0.5 + 0.1, rel=1e-5)
+    # -P times the weight, at each class.
+    assert top.grad.flatten().tolist() == pytest.approx([-0.4, -0.1, -0.125, -0.125, -0.225, -0.025, 0, 0], rel=1e-5)
+    reported = [*output.weighted.values(), *output.sums.values(), *output.maxima.values()]
+    assert all(torch.isfinite(value) for value in reported)
+
+
 def test_positions_restart_at_every_sequence():
     micro = MicroBatch(
         tokens=np.arange(5),
