@@ -78,6 +78,7 @@ class Role(Protocol):
     """A model that Megatron holds. Only the actor is updated."""
 
     def logprobs(self, batch: Any) -> Pending[References]: ...  # noqa: D102
+    def top(self, batch: Any, k: int) -> Pending[References]: ...  # noqa: D102
     def values(self, batch: Any) -> Pending[References]: ...  # noqa: D102
     def update(self, batch: Any, columns: dict[str, References]) -> Pending[Metrics]: ...  # noqa: D102
     def copy_from(self, other: Any) -> None: ...  # noqa: D102
