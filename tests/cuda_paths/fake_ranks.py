@@ -61,13 +61,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "llama": {"num_key_value_heads": 1},
-    "qwen2_moe": {},
-    "phi3": {"seed": 1},  # at 0 a gradient of an adapter is all rounding, of which Adam makes a whole step
     "qwen3_moe": {},
     "mixtral": {},
     "deepseek_v3": {},
     "glm4_moe": {},
     "glm4_moe_lite": {},  # whose latents' norms have another epsilon than the others
+    "qwen2_moe": {},
+    "phi3": {"seed": 1},  # at 0 a gradient of an adapter is all rounding, of which Adam makes a whole step
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 ROLE = "actor"
