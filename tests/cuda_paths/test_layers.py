@@ -29,7 +29,9 @@ ATTRIBUTES = {
     "LayerNormLinear": ("weight", "layer_norm_weight", "parallel_mode"),
     "GroupedLinear": ("weight",),
 }
-BFLOAT16_EXPERTS = ("qwen3_moe: bfloat16", "mixtral: bfloat16")  # other roundings choose other experts for some tokens
+# Other roundings choose other experts for some tokens; in which family they do is up to the CPU.
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2_moe")
+BFLOAT16_EXPERTS = tuple(f"{family}: bfloat16" for family in WITH_EXPERTS)
 
 
 @pytest.fixture(scope="module")
