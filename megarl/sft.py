@@ -109,7 +109,8 @@ def estimate_kl(handles: SupervisedHandles, scored: Scored) -> float:
         return 0.0
     with handles.timer.phase("logprobs"):
         metrics = handles.model.evaluate(scored.rows.mismatched, scored.mismatched, 0.0).wait()
-    return max(0.0, metrics["kto/log_ratio"])
+    kl = metrics["kto/log_ratio"]
+    return 0.0 if kl < 0 else kl  # what is no number stays none
 
 
 def evaluate(handles: SupervisedHandles, held_out: Scored) -> dict[str, float]:

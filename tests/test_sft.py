@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,12 @@ def test_the_kl_of_mismatched_rows_is_known_before_others_are_learned_from(log_r
     ]
     assert recorder.calls[9] == ("evaluate", of_rows, *kl)
     assert "perf/logprobs_s" in recorder.metrics[3]
+
+
+def test_a_kl_that_is_no_number_is_not_taken_for_none() -> None:
+    recorder, _ = run(recipe(held_out=False), 2, reference=True, others="mismatched", log_ratio=math.nan)
+    [told] = [call for call in recorder.calls if call[0] == "update"]
+    assert math.isnan(told[2])
 
 
 def test_a_run_that_goes_on_does_not_look_at_the_beginning_again() -> None:

@@ -94,7 +94,12 @@ def parse_demonstration(row: Row, data: SftData) -> Exchange:
     if not row.has(data.prompt_key):
         raise row.missing(data.prompt_key, f"data.prompt_key; nor is there a chat under {data.messages_key!r}")
     prompt = parse_prompt(row, data.prompt_key)
-    response = parse_answer(row, data.response_key, "the response, data.response_key")
+    response = parse_answer(
+        row,
+        data.response_key,
+        "the response, data.response_key",
+        "stands whole in one field: name it in data.messages_key",
+    )
     return Exchange(row, prompt, response, row_tools(row))
 
 
@@ -127,14 +132,14 @@ def parse_prompt(row: Row, key: str) -> str | list[Message]:
     return prompt
 
 
-def parse_answer(row: Row, key: str, purpose: str) -> Message:
+def parse_answer(row: Row, key: str, purpose: str, longer: str) -> Message:
     """A field with the assistant's text, or with one message of the assistant's (as TRL's conversational rows have it).
 
-    purpose: which recipe key asks. Raises UserError naming the place.
+    purpose: which recipe key asks. longer: what is said of a longer chat. Raises UserError naming the place.
     """
     value = row.get(key, purpose)
     if isinstance(value, list):
-        answer = _only_answer(value, row, key)
+        answer = _only_answer(value, row, key, longer)
     elif isinstance(value, str):
         answer = {"role": "assistant", "content": value}
     else:
@@ -146,14 +151,31 @@ def parse_answer(row: Row, key: str, purpose: str) -> Message:
 def parse_exchange(row: Row, key: str, prompt_key: str, purpose: str) -> Exchange:
     """One answer as prompt and response: a whole chat under its key, or what follows on the row's prompt.
 
-    purpose: as of `parse_answer`. Raises UserError naming the place.
+    A prompt beside a whole chat is what that begins with. purpose: as of `parse_answer`. Raises UserError naming the place.
     """
     value = row.get(key, purpose)
     if isinstance(value, list) and not (len(value) == 1 and row.has(prompt_key)):
         *prompt, last = parse_chat(row, key)
+        if row.has(prompt_key):
+            _check_begins(prompt, row, key, prompt_key)
         return Exchange(row, prompt, last, row_tools(row))
-    answer = parse_answer(row, key, purpose)
+    answer = parse_answer(row, key, purpose, "stands whole there, its prompt in it")
     return Exchange(row, parse_prompt(row, prompt_key), answer, row_tools(row))
+
+
+def _check_begins(before: list[Message], row: Row, key: str, prompt_key: str) -> None:
+    """Whether a whole chat begins with the row's prompt. before: its messages without the last."""
+    prompt = row.get(prompt_key, "data.prompt_key")
+    if isinstance(prompt, list):
+        asked = check_messages(prompt, row, prompt_key)
+        begins = asked in (before[: len(asked)], before[-len(asked) :])
+    else:  # the user's text, which a chat has among its messages
+        begins = before[0]["role"] in ("system", "user")
+    if not begins:
+        raise UserError(
+            f"{row.where}, field {key!r}: the chat does not begin with the row's prompt, field {prompt_key!r}. Several messages "
+            "are a whole chat, whose last one is the answer: put the prompt in front of them, or leave it out of the row."
+        )
 
 
 def _check_filled(answer: Message, row: Row, key: str) -> None:
@@ -165,13 +187,13 @@ def _is_empty(answer: Message) -> bool:
     return not answer["content"].strip() and CALLS not in answer
 
 
-def _only_answer(value: list[Any], row: Row, key: str) -> Message:
+def _only_answer(value: list[Any], row: Row, key: str, longer: str) -> Message:
     messages = check_messages(value, row, key)
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(
             f"{row.where}, field {key!r}: messages of {roles}; wanted is some text, or one message of the assistant's. A "
-            "longer chat stands whole in one field: name it in data.messages_key."
+            f"longer chat {longer}."
         )
     return messages[0]
 

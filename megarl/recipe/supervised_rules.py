@@ -56,7 +56,13 @@ SUPERVISED_UNREAD: tuple[Unread, ...] = (
         ("reference.offload",),
         lambda r, _: with_reference(r) and r.actor.lora is None,
         "there is no reference model of its own: set no actor.lora, and in dpo.loss sigmoid or ipo",
-        DPO + KTO,
+        DPO,
+    ),
+    Unread(
+        ("reference.offload",),
+        lambda r, _: r.actor.lora is None,
+        "there is no reference model of its own: set no actor.lora",
+        KTO,
     ),
     Unread(
         ("reference.refresh_every",),

@@ -47,7 +47,15 @@ from megarl.run.devices import check_devices, check_room_beside
 from megarl.run.exported import EXPORT, exported_step
 from megarl.run.model_check import check_experts, check_head, check_lora, end_notes
 from megarl.run.resume_check import check_resumed
-from megarl.run.rows_check import check_best, check_graded, check_sets, check_tokens, checked_prompts, row_notes
+from megarl.run.rows_check import (
+    check_best,
+    check_graded,
+    check_sets,
+    check_tokens,
+    checked_prompts,
+    label_notes,
+    row_notes,
+)
 from megarl.run.servers_check import check_servers
 from megarl.training.run_checkpoints import Checkpoints, Committed
 
@@ -210,7 +218,7 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     sets = supervised.rows_by_set(rows, recipe.data)
     trained = sum(map(len, sets.values())) or len(rows)
     ends = () if isinstance(recipe, RmRecipe) else end_notes(recipe, model)
-    notes = (*_rows_again(recipe, trained), *keep_notes(recipe), *ends)
+    notes = (*_rows_again(recipe, trained), *label_notes(recipe, rows, sets), *keep_notes(recipe), *ends)
     committed = _read_whole(recipe, committed, trained, with_sets(rows.digests, sets))
     return Preflight(
         plan, platform, model, trained, rows.num_dropped, sum(map(len, held_out)), notes, committed=committed

@@ -13,12 +13,16 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.mix import RowsBySet
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.rows import place_of
+from megarl.data.supervised import Rows
+from megarl.data.unpaired import FEWEST_ROWS, Unpaired
 from megarl.models.config import ModelConfig
 from megarl.recipe.keep_rules import set_of
 from megarl.recipe.schema import Recipe
+from megarl.recipe.supervised import KtoRecipe, SupervisedRecipe
 from megarl.rewards.check import compares_answers
 from megarl.rewards.row_choice import check_choice, first_ungraded
 
+BALANCED = (1.0, 4 / 3)  # what desirable answers may count, in parts of what the others do
 MOST_SETS = 64  # of held-out rows with figures of their own
 
 
@@ -41,6 +45,31 @@ def check_tokens(path: Path, rows: Iterable[tuple[str, TokenArray]], model: Mode
                 f"has {model.vocab_size} tokens (vocab_size in {folder / 'config.json'}). Take the tokenizer that the model "
                 "came with, or leave the row out."
             )
+
+
+def label_notes(recipe: SupervisedRecipe, rows: Rows, sets: RowsBySet) -> tuple[str, ...]:
+    """A line where KTO's desirable and undesirable answers count too differently (arXiv 2402.01306, section 4.2).
+
+    sets: as of `check_graded`. Raises UserError where too few are trained on for an estimate of the KL.
+    """
+    if not isinstance(recipe, KtoRecipe):
+        return ()
+    trained = [rows.rows[at] for each in sets.values() for at in each] if sets else rows.rows
+    labels = [row.desirable for row in trained if isinstance(row, Unpaired)]
+    if len(labels) < FEWEST_ROWS:
+        raise UserError(
+            f"`data.mix`: {len(labels)} row of {recipe.data.train} has a share. The KL of KTO is estimated from prompts before "
+            f"the answers of other rows: give a share to sets of at least {FEWEST_ROWS} rows together."
+        )
+    kto, desirable = recipe.kto, sum(labels)
+    ours, theirs = desirable * kto.desirable_weight, (len(labels) - desirable) * kto.undesirable_weight
+    least, most = BALANCED
+    if least * theirs <= ours <= most * theirs:
+        return ()
+    return (
+        f"{desirable} answers are desirable, {len(labels) - desirable} are not: by kto.desirable_weight and "
+        f"kto.undesirable_weight they count {ours:g} to {theirs:g}. KTO's paper keeps the first between 1 and 4/3 of the second",
+    )
 
 
 def check_sets(recipe: Recipe, path: Path, rows: Sequence[Prompt], prompts: Sequence[Prompt]) -> None:

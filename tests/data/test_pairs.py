@@ -124,6 +124,14 @@ def test_a_pair_with_a_long_side_is_dropped_and_counted(file: Path, model_folder
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": NaN}', "field 'margin': the margin is nan"),
         (GOOD | {"chosen": [ASKED]}, "field 'chosen': messages of user; wanted is some text"),
         ({"chosen": [ANSWERED], "rejected": "c"}, "field 'chosen': the assistant's message stands alone"),
+        (
+            {
+                "prompt": [ASKED],
+                "chosen": [ANSWERED, *chat("2+2?", "four")],
+                "rejected": [ANSWERED, *chat("2+2?", "five")],
+            },
+            "field 'chosen': the chat does not begin with the row's prompt, field 'prompt'",
+        ),
         (GOOD | {"margin": "big"}, "field 'margin': the margin is a string"),
         (GOOD | {"margin": True}, "field 'margin': the margin is true or false"),
     ],

@@ -15,6 +15,7 @@ from megarl.recipe.supervised import SftData, UnpairedData
 ASKED = {"role": "user", "content": "1+1?"}
 GOOD = {"prompt": "1+1?", "completion": "two", "label": True}
 BAD = {"prompt": "1+1?", "completion": "three", "label": False}
+MORE = [{"role": role, "content": "and?"} for role in ("assistant", "user", "assistant")]
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -44,6 +45,8 @@ def test_an_answer_is_the_demonstration_of_sft(file: Path, model_folder: Path, c
         {"prompt": [ASKED], "completion": "two", "label": 1},
         {"prompt": [ASKED], "completion": [{"role": "assistant", "content": "two"}], "label": 1.0},
         {"completion": [ASKED, {"role": "assistant", "content": "two"}], "label": True},
+        {"prompt": "1+1?", "completion": [ASKED, {"role": "assistant", "content": "two"}], "label": True},
+        {"prompt": [ASKED], "completion": [ASKED, {"role": "assistant", "content": "two"}], "label": True},
     ],
 )
 def test_the_same_answer_in_other_words(file: Path, model_folder: Path, row: dict[str, Any]) -> None:
@@ -74,6 +77,19 @@ def test_fields_have_the_names_that_the_recipe_says(file: Path, model_folder: Pa
         (GOOD | {"label": -1}, "field 'label': the label is -1; wanted"),
         (GOOD | {"label": [True]}, "field 'label': the label is a list; wanted"),
         (GOOD | {"completion": " "}, "field 'completion': the response is empty"),
+        (
+            GOOD | {"completion": [ASKED]},
+            "messages of user; wanted is some text, or one message of the assistant's. A longer chat stands whole there, its "
+            "prompt in it.",
+        ),
+        (
+            GOOD | {"completion": MORE},
+            "field 'completion': the chat does not begin with the row's prompt, field 'prompt'.",
+        ),
+        (
+            GOOD | {"prompt": [{"role": "user", "content": "2+2?"}], "completion": [ASKED, *MORE]},
+            "field 'completion': the chat does not begin with the row's prompt",
+        ),
     ],
 )
 def test_what_is_refused(file: Path, row: dict[str, Any], says: str) -> None:

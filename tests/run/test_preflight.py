@@ -10,7 +10,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.recipe.load import load_recipe
-from megarl.recipe.supervised import DpoRecipe, RmRecipe, SftRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 from megarl.run.evaluate import beside
 from megarl.run.exported import note_export
 from megarl.run.preflight import (
@@ -198,6 +198,24 @@ def test_runs_on_pairs(tmp_path: Path, model_folder: Path) -> None:
     template = place.model / "chat_template.jinja"
     template.write_text(template.read_text().replace("<|im_end|>", "<|pad|>"))
     assert preflight_supervised(load_recipe(place.recipe, [], RmRecipe).recipe).notes == (), "it generates nothing"
+
+
+def test_labels_that_count_too_differently_are_told_of_and_one_row_has_no_kl(place: Place) -> None:
+    place.recipe.write_text(f"{SFT.format(root=place.root)}kto: {{}}\n")
+
+    def found(labels: list[bool], *overrides: str) -> Preflight:
+        rows = ({"prompt": f"{n}", "completion": "1", "label": label} for n, label in enumerate(labels))
+        place.write_rows(*(row | {"data_source": "ab"[number > 0]} for number, row in enumerate(rows)))
+        return preflight_supervised(load_recipe(place.recipe, overrides, KtoRecipe).recipe)
+
+    for labels in ([True] * 4 + [False] * 3, [True] * 3 + [False] * 3):
+        assert found(labels).notes == ()
+    for labels, counts in ([True] * 4, "count 4 to 0"), ([True, False, False, False], "count 1 to 3"):
+        [note] = found(labels).notes
+        assert counts in note and "between 1 and 4/3 of the second" in note
+    assert found([True, False, False, False], "kto.desirable_weight=3").notes == ()
+    with pytest.raises(UserError, match=r"`data\.mix`: 1 row of .* has a share"):
+        found([True, False, False], "data.mix={a: 1, b: 0}")
 
 
 def test_a_reward_model_is_no_policy(tmp_path: Path, model_folder: Path) -> None:

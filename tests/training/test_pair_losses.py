@@ -223,7 +223,7 @@ def test_numbers_by_hand(device):
 @pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("objective", [RewardObjective(), DpoObjective(Dpo())])
 def test_a_filler_is_no_pair(objective, device):
-    batch = filler(device, Layout(), ["ref_logprobs"])
+    batch = filler(device, Layout(), {"ref_logprobs": torch.zeros(1)})
     scores = torch.ones(1, requires_grad=True)
     output = build_loss(objective, lambda part: part).fn(TokenScores(scores, None), batch)
     output.loss.backward()

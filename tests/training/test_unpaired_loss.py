@@ -156,7 +156,7 @@ def test_a_step_without_desirable_answers_says_nothing_of_them(rank, device):
 
 @pytest.mark.usefixtures("on_device")
 def test_a_filler_counts_for_nothing(device):
-    batch = filler(device, Layout(), ["ref_logprobs"])
+    batch = filler(device, Layout(), {"ref_logprobs": torch.zeros(1)})
     scores = torch.zeros(1, device=device, requires_grad=True)
     output = build_loss(KtoObjective(KTO), lambda part: part).at(1.0).fn(TokenScores(scores, None), batch)
     output.loss.backward()
