@@ -55,7 +55,8 @@ class Family:
     model_types: what `model_type` may be, by which transformers chooses the model; the first is transformers' own.
     qkv_bias, qk_norm: a key that says, or the answer where there is none; qkv_bias_unsaid: what a key says that is not there.
     rotary_share: which part of a head RoPE turns where no key says; None: all of it, and no key may say otherwise.
-    interleaved: it turns neighbours. sandwich: norms also behind attention and MLP.
+    scaled_rope: whether transformers knows its positions scaled. interleaved: it turns neighbours.
+    sandwich: norms also behind attention and MLP.
     window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
     those that a pattern names. window_switch: only where use_sliding_window says so. window_default: where no key says.
     theta: RoPE's base where no key says. tied: whether the head is the embedding where no key says; transformers leaves
@@ -69,6 +70,7 @@ class Family:
     qkv_bias_unsaid: bool = False
     qk_norm: bool | str = False
     rotary_share: float | None = None
+    scaled_rope: bool = True
     interleaved: bool = False
     sandwich: bool = False
     moe: MoeKeys | None = None
@@ -166,7 +168,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "LlamaForCausalLM": Family("llama", ("llama",)),
         "MistralForCausalLM": Family("mistral", ("mistral",), window="all", window_default=4096),
-        "Phi3ForCausalLM": Family("phi3", ("phi3",), rotary_share=1.0, window="all", pad=32000, only=_PHI3_ONLY),
+        "Phi3ForCausalLM": Family(
+            "phi3", ("phi3",), rotary_share=1.0, scaled_rope=False, window="all", pad=32000, only=_PHI3_ONLY
+        ),
         "MixtralForCausalLM": Family("mixtral", ("mixtral",), moe=MIXTRAL, window="all", theta=1e6),
         "DeepseekV3ForCausalLM": Family(
             "deepseek_v3", ("deepseek_v3", "kimi_k2"), moe=DEEPSEEK_V3, mla=True, only=_DEEPSEEK_ONLY

@@ -74,7 +74,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     if family.gemma:
         rope, local_rope = read_layered_rope(fields, family.theta)
     else:
-        rope = read_rope(fields, family.theta, partial=family.rotary_share is not None)
+        rope = read_rope(fields, family.theta, partial=family.rotary_share is not None, scaled=family.scaled_rope)
     moe, moe_layers = _moe(fields, family, layers) if family.moe else (None, frozenset())
     config = ModelConfig(
         family=family.name,

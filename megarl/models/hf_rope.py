@@ -18,10 +18,17 @@ SHARE = "partial_rotary_factor"
 LOCAL_THETA = 10000.0  # Gemma 3's, where no key says
 
 
-def read_rope(fields: Fields, default_theta: float, *, partial: bool = False) -> Rope:
-    """Rotary positions of a model whose layers all have the same. partial: it may turn a part of each head. Raises UserError."""
+def read_rope(fields: Fields, default_theta: float, *, partial: bool = False, scaled: bool = True) -> Rope:
+    """Rotary positions of a model whose layers all have the same. partial: it may turn a part of each head.
+
+    scaled: off, transformers refuses to scale them in the ways that are known here. Raises UserError.
+    """
     part = _described(fields)
     rope = _rope(fields, part, fields.get("rope_theta", default_theta), partial=partial)
+    if not scaled and rope.kind != "default":
+        raise UserError(
+            f"{fields.path}: RoPE scaling of type '{rope.kind}' is not supported in this family: transformers has none."
+        )
     if partial and rope.kind == "yarn":  # whose factor would be that of the rotated part alone
         raise UserError(
             f"{fields.path}: RoPE scaling of type 'yarn' is not supported where RoPE turns a part of each head."

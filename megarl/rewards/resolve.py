@@ -45,7 +45,10 @@ def resolve_reward(fn: str, folder: Path | None = None, *, key: str = "reward.fn
 def asked_for(function: Callable[..., Any]) -> list[str]:
     """Which of OPTIONAL a function has among its parameters, by name."""
     parameters = inspect.signature(function).parameters
-    return [name for name in OPTIONAL if name in parameters]
+    # Of a function that wraps another, what it hands on counts, and what it takes itself.
+    taken = inspect.signature(function, follow_wrapped=False).parameters
+    rest = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
+    return [name for name in OPTIONAL if name in parameters and (rest or name in taken)]
 
 
 def _check_signature(where: str, function: object) -> None:

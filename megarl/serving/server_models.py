@@ -17,6 +17,8 @@ ENTRY = re.compile(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|[^\n]+)", re.MULTILINE)  
 MISSING: dict[str, dict[str, object]] = {
     "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 }
+# Of whose rotated share of a head SGLang reads the key at the top alone (models/llama.py), and transformers another first.
+ROTATED, SHARE = "Phi3ForCausalLM", "partial_rotary_factor"
 # Whose dense layers transformers 5 names one by one, and SGLang counts (models/glm4_moe_lite.py).
 DENSE_BY_NAME = "Glm4MoeLiteForCausalLM"
 
@@ -29,7 +31,13 @@ def missing_settings(model: Path) -> dict[str, object]:
     if DENSE_BY_NAME in names:
         kinds = config.get("mlp_layer_types") or ["dense", "sparse"]
         wanted["first_k_dense_replace"] = kinds.index("sparse") if "sparse" in kinds else len(kinds)
-    return {key: value for key, value in wanted.items() if config.get(key) is None}
+    missing = {key: value for key, value in wanted.items() if config.get(key) is None}
+    if ROTATED in names:
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        share = rope.get(SHARE, config.get(SHARE, 1.0))
+        share = 1.0 if share is None else share
+        missing |= {} if share == config.get(SHARE, 1.0) else {SHARE: share}
+    return missing
 
 
 def max_positions(model: Path) -> int:

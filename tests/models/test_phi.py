@@ -52,7 +52,8 @@ def test_the_rotated_share_of_a_head_is_the_one_that_transformers_takes(keys: di
         # Phi-3-mini-128k's and Phi-4-mini's: other frequencies for sequences longer than those of the first training.
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, ["'longrope'"]),
         ({"rope_scaling": {"type": "su"}}, ["'su'"]),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["'yarn'", "a part of each head"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["'yarn'", "transformers has none"]),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ["'linear'", "transformers has none"]),
         ({"hidden_act": "gelu"}, ["hidden_act='gelu'"]),
         ({"partial_rotary_factor": 0.01}, ["partial_rotary_factor is 0.01"]),
         ({"use_sliding_window": True}, ["use_sliding_window=True"]),

@@ -1,11 +1,13 @@
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.core.errors import UserError
 from megarl.rewards.exact import exact
 from megarl.rewards.math import math
-from megarl.rewards.resolve import resolve_reward
+from megarl.rewards.resolve import asked_for, resolve_reward
 
 HERE = Path(__file__).parent
 
@@ -21,6 +23,21 @@ def test_functions_of_the_folder_and_callable_objects(monkeypatch: pytest.Monkey
     assert resolve_reward("grading:keyword", HERE)(prompt="", response="", answer="", metadata={}) == 1.0
     monkeypatch.chdir(HERE)
     assert resolve_reward("grading:echo").__name__ == "echo"
+
+
+def test_a_function_that_wraps_another_is_given_what_it_takes_itself() -> None:
+    def inner(prompt: str, response: str, answer: str, metadata: object, truncated: bool = False) -> float:
+        return float(truncated)
+
+    @functools.wraps(inner)
+    def fixed(prompt: str, response: str, answer: str, metadata: object) -> float:
+        return inner(prompt, response, answer, metadata)
+
+    @functools.wraps(inner)
+    def handing_on(*values: Any, **named: Any) -> float:
+        return inner(*values, **named)
+
+    assert [asked_for(each) for each in (inner, fixed, handing_on)] == [["truncated"], [], ["truncated"]]
 
 
 @pytest.mark.parametrize(

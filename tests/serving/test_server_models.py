@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import DeepseekV3Config
@@ -65,6 +66,22 @@ def test_dense_layers_that_transformers_names_are_counted_for_sglang(
     config = {"architectures": ["Glm4MoeLiteForCausalLM"], "mlp_layer_types": kinds}
     assert missing_settings(folder(tmp_path, **config)) == {"first_k_dense_replace": dense}
     assert missing_settings(folder(tmp_path, **config, first_k_dense_replace=dense)) == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({}, {}),
+        ({"partial_rotary_factor": 0.5}, {}),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, 0.5),
+        ({"rope_scaling": {"partial_rotary_factor": 0.5}, "rope_parameters": {"partial_rotary_factor": 0.25}}, 0.5),
+        ({"partial_rotary_factor": 0.25, "rope_parameters": {"partial_rotary_factor": 0.75}}, 0.75),
+        ({"partial_rotary_factor": None}, 1.0),
+    ],
+)
+def test_sglang_is_told_which_share_of_a_head_transformers_rotates(tmp_path: Path, keys: Any, told: Any) -> None:
+    found = missing_settings(folder(tmp_path, architectures=["Phi3ForCausalLM"], **keys))
+    assert found == (told if told == {} else {"partial_rotary_factor": told})
 
 
 def test_what_sglang_wants_of_a_config_and_transformers_does_not_write_is_added(tmp_path: Path) -> None:
