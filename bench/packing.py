@@ -36,7 +36,7 @@ def padded(example: Example, length: int) -> Example:
     missing = length - len(example.tokens)
 
     def pad(array: np.ndarray, value: int = 0) -> np.ndarray:
-        return np.concatenate([array, np.full(missing, value, array.dtype)])
+        return np.concatenate([array, np.full((missing, *array.shape[1:]), value, array.dtype)])
 
     return Example(
         tokens=pad(example.tokens, 1),

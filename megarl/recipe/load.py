@@ -11,7 +11,7 @@ folder that megarl is called in, as on any command line. `${NAME}` in a value is
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -85,11 +85,24 @@ def load_recipe(
         _refuse_other_kind(path, tree, kind)
         raise UserError(_problems(path, explain(error.errors(), tree, kind))) from None
     sources = {".".join(keys): str(tree.origins[keys]) for keys in tree.given()}
-    problems = check_recipe(recipe, sources, recorded=recorded)
+    problems = [*_vain(recipe, tree), *check_recipe(recipe, sources, recorded=recorded)]
     if problems:
         raise UserError(_problems(path, problems))
     recipe = fill_defaults(recipe)
     return Loaded(recipe, resolve(recipe), sources, path, tuple(overrides), recorded=recorded)
+
+
+def _vain(recipe: AnyRecipe, tree: Tree) -> Iterator[str]:
+    """What is wrong with nulls that take back a name of a section of names which has none of that name."""
+    for keys, origin in tree.vain.items():
+        section: Any = recipe
+        for key in keys[:-1]:
+            section = section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
+        if isinstance(section, Mapping) and keys[-1] not in section:
+            near = difflib.get_close_matches(keys[-1], section, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            there = f"Names that there are: {', '.join(section)}" if section else "There are no names"
+            yield f"`{'.'.join(keys)}` ({origin}): null takes back a name, and there is no {keys[-1]!r}.{hint} {there}."
 
 
 def detect_kind(path: Path, overrides: Sequence[str] = ()) -> type[AnyRecipe]:

@@ -77,13 +77,20 @@ class Origin:
 
 @dataclass
 class Tree:
-    """Nested values, and the origin of every key (sections too), by its path."""
+    """Nested values, and the origin of every key (sections too), by its path.
+
+    vain: of each null that was put over nothing, by its path, where it was given.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[Keys, Origin] = field(default_factory=dict)
+    vain: dict[Keys, Origin] = field(default_factory=dict)
 
     def merge(self, other: Tree) -> None:
         """Put the other's values over these: sections are merged, everything else is replaced."""
+        for keys, origin in other.origins.items():
+            if _get(other.values, keys) is None and not _is_in(self.values, keys):
+                self.vain[keys] = origin
         _merge(self.values, other.values)
         for keys, origin in other.origins.items():
             if not isinstance(_get(self.values, keys), dict):
@@ -100,6 +107,15 @@ class Tree:
     def given(self) -> Iterator[Keys]:
         """Paths of the values that were given, without the sections around them; an empty section is a value."""
         return (keys for keys in self.origins if not isinstance(value := _get(self.values, keys), dict) or not value)
+
+
+def _is_in(values: Any, keys: Keys) -> bool:
+    """Whether anything, null too, stands there."""
+    for key in keys:
+        if not isinstance(values, dict) or key not in values:
+            return False
+        values = values[key]
+    return True
 
 
 def read_tree(file: Path) -> Tree:

@@ -322,7 +322,8 @@ class Coordinator:
 
     async def _refill(self) -> None:
         """Ask for others in the place of groups that have finished and teach nothing."""
-        finished, self._undecided = self._undecided, []
+        # One that was made anew behind its collector's death, in a step that is made once more, is there twice.
+        finished, self._undecided = dict.fromkeys(self._undecided), []
         waiting = [entry for entry in map(self.ledger.get, finished) if entry is not None and entry.phase == "finished"]
         if dull := self._refills.choose(waiting):
             self.decisions.add("dull", self._step, self.ledger.keys(dull))

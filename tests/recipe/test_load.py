@@ -104,6 +104,21 @@ def test_null_takes_back_one_of_several_that_users_have_named(recipe_file: Path,
     assert recipe.eval.sets.keys() == {"aime"} and recipe.eval.sets["aime"].top_p is None
     assert recipe.agent is not None and recipe.agent.settings == {"level": None, "seed": 2}
     assert load_recipe(recipe_file, [*overrides, "data.mix.code=null", "eval.sets.aime=null"]).recipe.data.mix == {}
+    for override, says in (
+        (
+            "eval.sets.gms=null",
+            "on the command line): null takes back a name, and there is no 'gms'. Did you mean 'gsm'?",
+        ),
+        ("data.mix.zz=null", "there is no 'zz'. Names that there are: code, math."),
+    ):
+        with pytest.raises(UserError) as caught:
+            load_recipe(recipe_file, [override, override])
+        assert says in str(caught.value)
+    recipe_file.write_text(over.replace("a: null", "c: null"))
+    with pytest.raises(
+        UserError, match=r"`reward\.graders\.c` \(.*:2\): null takes back a name.*that there are: a, b\."
+    ):
+        load_recipe(recipe_file)
 
 
 def test_home_is_expanded_where_the_shell_does_not(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

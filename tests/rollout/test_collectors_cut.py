@@ -154,7 +154,7 @@ def test_a_collector_is_replaced_in_the_middle_of_a_run(tmp_path: Path) -> None:
 
 
 def test_what_nobody_foresaw_ends_the_step_and_is_not_waited_for(tmp_path: Path) -> None:
-    async def broken(*_: Any) -> None:
+    async def broken(*_: Any, **__: Any) -> None:
         raise ValueError("broken")
 
     async def call(local: LocalRollout, _: SlowSglang) -> None:

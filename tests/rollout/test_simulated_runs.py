@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bench.support.rollout_simulation import Driver, FakeCollector, Took, World, make_recipe
@@ -197,7 +197,26 @@ async def drive(case: Case) -> Seen:
     return seen
 
 
+# Of a step that is made once more a collector dies, with a group that had taught nothing and is made anew, and teaches nothing.
+TWICE = Case(
+    prompts=2,
+    steps=2,
+    rows=2,
+    max_staleness=1,
+    oversample=2.0,
+    beside=False,
+    refill=1,
+    collectors=3,
+    deaths=(2.0, 4.0, (13, False)),
+    train_s=0.01,
+    world=World(
+        slots=1, mean_tokens=2.0, sigma=1.0, longest=64, token_s=0.01, failed=0.0, dull=0.0, call_s=1.0, seed=2
+    ),
+)
+
+
 @settings(max_examples=120)
+@example(case=TWICE)
 @given(case=cases())
 def test_every_run_ends_with_nothing_lost_doubled_or_too_old(case: Case) -> None:
     seen = run_virtual(drive(case))

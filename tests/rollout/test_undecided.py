@@ -86,8 +86,8 @@ def test_what_a_step_was_refused_for_is_sampled_and_graded_anew(
     place = Life(tmp_path, 1, sections=sections, **rollout).run(2).places[2]
     plain, numbers = Graders.grade, itertools.count()
 
-    async def gone(self: Graders, *about: Any) -> Combined:
-        graded = await plain(self, *about)
+    async def gone(self: Graders, *about: Any, **more: Any) -> Combined:
+        graded = await plain(self, *about, **more)
         return graded if next(numbers) < 2 else Combined(0.0, {"exact": None}, "exact: nobody is there")
 
     with monkeypatch.context() as patch:
