@@ -7,6 +7,7 @@ LONGEST = (
     "tests/end_to_end/test_train.py",
     "tests/end_to_end/test_slurm.py",
     "tests/recipe/test_keys.py",
+    "tests/sync/test_hashes.py",
     "tests/end_to_end/test_several_nodes.py",
     "tests/end_to_end/test_agents.py",
     "tests/end_to_end/test_async.py",
@@ -16,7 +17,6 @@ LONGEST = (
     "tests/end_to_end/test_engines.py",
     "tests/end_to_end/test_journal.py",
     "tests/end_to_end/test_disk.py",
-    "tests/sync/test_hashes.py",
     "tests/sync/test_broadcast_ranks.py",
     "tests/end_to_end/test_rm_and_dpo.py",
     "tests/end_to_end/test_ray_jobs.py",
@@ -44,6 +44,7 @@ LONGEST = (
     "tests/training/test_pretend_device.py",
     "tests/sync/test_disk.py",
     "tests/rollout/test_resumed.py",
+    "tests/rollout/test_simulated_runs.py",
 )
 # Their tests share one server: they are one entry of the queue, in the place of the first.
 ONE_SERVER = ("tests/serving/test_server.py", "tests/serving/test_interrupted.py", "tests/sync/test_real_server.py")
