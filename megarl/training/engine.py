@@ -196,9 +196,7 @@ class Engine:
         """
         stepper, shares = self._require_stepper("update"), self._shares
         assert shares is not None
-        loss.check(columns)
-        if loss.one_step and len(shard.mini_batches) > 1:
-            raise MegarlError(f"{len(shard.mini_batches)} optimizer steps of a loss that is right for the first alone.")
+        loss.check(columns, len(shard.mini_batches))
         if not shard.mini_batches:
             return {}  # every group was dropped, on every rank: there is nothing to learn from in this step
         sums = MetricSums()

@@ -60,11 +60,13 @@ class Loss:
         """The loss at this KL, in nats; the same where it asks for none."""
         return self if self.at_kl is None else replace(self, fn=self.at_kl(kl))
 
-    def check(self, columns: Collection[str]) -> None:
-        """Raises MegarlError where it is given too few. columns: their names."""
+    def check(self, columns: Collection[str], num_steps: int = 1) -> None:
+        """Raises MegarlError where too few columns are given, or several optimizer steps to a loss for one. columns: names."""
         missing = sorted(self.columns - set(columns))
         if missing:
             raise MegarlError(f"The loss needs the columns {missing}; the update was given {sorted(columns)}.")
+        if self.one_step and num_steps > 1:
+            raise MegarlError(f"{num_steps} optimizer steps of a loss that is right for the first alone.")
 
 
 def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -> Loss:
