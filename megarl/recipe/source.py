@@ -22,6 +22,7 @@ from megarl.core.shipped import shipped_recipe
 
 Keys = tuple[str, ...]
 BASE_KEY = "base"
+MISSING = object()  # where nothing stands, not even null
 COMMAND_LINE = "on the command line"
 # Deeper than any recipe: only an alias that holds itself gets there.
 DEEPEST = 20
@@ -89,7 +90,7 @@ class Tree:
     def merge(self, other: Tree) -> None:
         """Put the other's values over these: sections are merged, everything else is replaced."""
         for keys, origin in other.origins.items():
-            if _get(other.values, keys) is None and not _is_in(self.values, keys):
+            if _get(other.values, keys) is None and _get(self.values, keys, MISSING) is MISSING:
                 self.vain[keys] = origin
         _merge(self.values, other.values)
         for keys, origin in other.origins.items():
@@ -107,15 +108,6 @@ class Tree:
     def given(self) -> Iterator[Keys]:
         """Paths of the values that were given, without the sections around them; an empty section is a value."""
         return (keys for keys in self.origins if not isinstance(value := _get(self.values, keys), dict) or not value)
-
-
-def _is_in(values: Any, keys: Keys) -> bool:
-    """Whether anything, null too, stands there."""
-    for key in keys:
-        if not isinstance(values, dict) or key not in values:
-            return False
-        values = values[key]
-    return True
 
 
 def read_tree(file: Path) -> Tree:
@@ -307,9 +299,9 @@ def _merge(under: dict[str, Any], over: dict[str, Any]) -> None:
             under[key] = value
 
 
-def _get(values: Any, keys: Keys) -> Any:
+def _get(values: Any, keys: Keys, default: object = None) -> Any:
     for key in keys:
         if not isinstance(values, dict) or key not in values:
-            return None
+            return default
         values = values[key]
     return values
