@@ -31,8 +31,10 @@ from megarl.core.transformers_models import models_as_remembered
 WRITTEN_FOR = "0.5.21"
 DETERMINISTIC = "--enable-deterministic-inference"
 LORA = "--enable-lora"
-# What is to be compiled and never is, by SGLang's names: torch's compiler meets the stand-in for triton in them, and ends.
-UNCOMPILED = ("biased_grouped_topk_impl",)
+# What is to be compiled and never is, by SGLang's names: in the first torch's compiler meets the stand-in for triton, and ends.
+# In the second, which masks token ids where the vocabulary is sharded, it finds nothing to save, and each rank of a server would
+# spend ten seconds of a core on it at its first request.
+UNCOMPILED = ("biased_grouped_topk_impl", "get_masked_input_and_mask")
 
 
 class StandInModule(ModuleType):
