@@ -18,7 +18,7 @@ from megarl.models.config import ModelConfig
 from megarl.placement.devices import DEVICES
 from megarl.placement.memory import Role, role_bytes
 from megarl.placement.space import one_layout
-from tests.cuda_paths.fake_ranks import FAMILIES, cases, ways
+from tests.cuda_paths.fake_ranks import FAMILIES, cases, read_in, ways
 from tests.support.package_source import ROOT, PackageSource
 
 DEADLINE_S = 300.0
@@ -94,12 +94,9 @@ def test_both_kinds_of_layers_compute_and_learn_the_same(family: str, found: dic
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_kind_of_layers_reads_the_checkpoints_of_the_other(family: str, found: dict[str, Any]) -> None:
-    tried = [way for way, settings in ways(family).items() if "recompute" not in settings]
-    assert len(tried) >= 3
-    for way in tried:
-        name = f"{family}: {way}"
-        if name not in BFLOAT16_EXPERTS:
-            assert found["fused"]["ran"][name]["read"] < (0.03 if way == "bfloat16" else 1e-5), name
+    assert len(read_in(family)) == 2
+    for way in read_in(family):
+        assert found["fused"]["ran"][f"{family}: {way}"]["read"] < 1e-5, way
 
 
 @pytest.mark.slow
