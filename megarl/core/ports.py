@@ -5,6 +5,7 @@ Outside of the kernel's ephemeral range, whose ports go to anybody who connects 
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 from pathlib import Path
@@ -14,6 +15,7 @@ from megarl.core.errors import MegarlError
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST_PORT = 20000
 PORT_TRIES = 100
+TAKEN = (errno.EADDRINUSE, errno.EACCES)  # with another port it may go well: some are not for everybody
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -34,7 +36,10 @@ def kept_port(host: str) -> socket.socket:
 
 
 def _bound(host: str) -> socket.socket:
-    """Bound, and not listening. Ephemeral ports could go to anybody meanwhile."""
+    """Bound, and not listening. Ephemeral ports could go to anybody meanwhile.
+
+    Raises MegarlError: no free port, or an address that this host cannot listen on.
+    """
     first_ephemeral = int(EPHEMERAL_PORTS.read_text().split()[0])
     for _ in range(PORT_TRIES):
         # Ray's workers take ports below the first of these.
@@ -42,8 +47,13 @@ def _bound(host: str) -> socket.socket:
         probe = socket.socket()
         try:
             probe.bind((host, wanted))
-        except OSError:
-            probe.close()  # taken
+        except OSError as error:
+            probe.close()
+            if error.errno not in TAKEN:
+                raise MegarlError(
+                    f"This host cannot listen on the address {host}: {error.strerror}. Wanted is an address of one of its "
+                    "network interfaces, or a name that stands for one; see `ip address`, and the host's line in /etc/hosts."
+                ) from error
         else:
             return probe
     raise MegarlError(f"No free port was found on {host} in {PORT_TRIES} tries from {FIRST_PORT} to {first_ephemeral}.")
