@@ -30,6 +30,17 @@ def check_graders(reward: Reward) -> None:
             compile_template(settings.template, f"{key}.template")
 
 
+def taken_back_notes(reward: Reward, sources: Mapping[str, str]) -> tuple[str, ...]:
+    """A line where null has taken the last grader back, and the default grades in its place. sources: `Loaded.sources`."""
+    nulls = [f"{key} ({where})" for key, where in sources.items() if key.startswith("reward.graders.")]
+    if reward.graders or reward.fn is None or "reward.fn" in sources or not nulls:
+        return ()
+    return (
+        f"{', '.join(nulls)}: null takes the last grader back, and the default grades in its place: reward.fn {reward.fn}. "
+        "Set reward.fn to have it otherwise",
+    )
+
+
 def compares_answers(reward: Reward, fields: Mapping[str, Any]) -> list[str]:
     """Names of the built-in rules among the graders of a row with these fields: they compare with its answer."""
     return [

@@ -42,13 +42,14 @@ from megarl.recipe.rollout_rules import longest_served, served_parts
 from megarl.recipe.sampling_rules import staleness_notes
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
-from megarl.rewards.check import check_graders
+from megarl.rewards.check import check_graders, taken_back_notes
 from megarl.run.devices import check_devices, check_room_beside
 from megarl.run.exported import EXPORT, exported_step
 from megarl.run.model_check import check_experts, check_head, check_lora, end_notes
 from megarl.run.resume_check import check_resumed
 from megarl.run.rows_check import (
     check_best,
+    check_best_label,
     check_graded,
     check_sets,
     check_tokens,
@@ -161,6 +162,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         *staleness_notes(recipe),
         *learning_notes(recipe),
         *keep_notes(recipe),
+        *taken_back_notes(recipe.reward, sources),
         *_without_effect(recipe, platform),
         *end_notes(recipe, model),
         *row_notes(recipe, recipe.data.train, prompts, tool_tokens),
@@ -215,6 +217,7 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     for file, loaded in zip(files, (rows, *held_out), strict=True):
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
+    check_best_label(recipe, held_out)
     sets = supervised.rows_by_set(rows, recipe.data)
     trained = sum(map(len, sets.values())) or len(rows)
     ends = () if isinstance(recipe, RmRecipe) else end_notes(recipe, model)

@@ -23,6 +23,7 @@ from megarl.rewards.check import compares_answers
 from megarl.rewards.row_choice import check_choice, first_ungraded
 
 BALANCED = (1.0, 4 / 3)  # what desirable answers may count, in parts of what the others do
+OF_LABEL = {"kto/eval_desirable_reward": True, "kto/eval_undesirable_reward": False}
 MOST_SETS = 64  # of held-out rows with figures of their own
 
 
@@ -110,6 +111,19 @@ def check_best(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
             f"`train.keep_best.metric` is {metric}, and no held-out row of {recipe.data.eval} is of the set {name!r}, by its "
             f"field {key!r} (eval.set_key). Sets that there are: {', '.join(sorted(sets))}. Name one of them, or remove "
             "train.keep_best."
+        )
+
+
+def check_best_label(recipe: SupervisedRecipe, held_out: Sequence[Rows]) -> None:
+    """Raises UserError where checkpoints are to be kept by KTO's reward of a label that no held-out row has."""
+    metric = recipe.train.keep_best.metric if recipe.train.keep_best is not None else ""
+    labels = {row.desirable for rows in held_out for row in rows.rows if isinstance(row, Unpaired)}
+    wanted = OF_LABEL.get(metric)
+    if isinstance(recipe, KtoRecipe) and wanted is not None and wanted not in labels:
+        raise UserError(
+            f"`train.keep_best.metric` is {metric}, and no held-out row of {recipe.data.eval} is labelled "
+            f"{str(wanted).lower()} in its field {recipe.data.label_key!r} (data.label_key): no step would be the best by it. "
+            "Add such rows to data.eval, name another metric, as kto/eval_loss with mode min, or remove train.keep_best."
         )
 
 

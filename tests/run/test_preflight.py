@@ -218,6 +218,50 @@ def test_labels_that_count_too_differently_are_told_of_and_one_row_has_no_kl(pla
         found([True, False, False], "data.mix={a: 1, b: 0}")
 
 
+@pytest.mark.parametrize(("metric", "label"), [("desirable", True), ("undesirable", False)])
+def test_no_step_is_the_best_by_answers_of_a_label_that_no_held_out_row_has(
+    place: Place, metric: str, label: bool
+) -> None:
+    place.recipe.write_text(f"{SFT.format(root=place.root)}kto: {{}}\n")
+    place.write_rows(*({"prompt": f"{n}", "completion": "1", "label": n > 2} for n in range(6)))
+    held_out = place.root / "held_out.jsonl"
+    keys = [
+        f"data.eval={held_out}",
+        f"train.keep_best={{metric: kto/eval_{metric}_reward}}",
+        "train.save_every=1",
+        "eval.every=1",
+    ]
+
+    def found(*labels: bool) -> Preflight:
+        rows = ({"prompt": f"{n}", "completion": "1", "label": each} for n, each in enumerate(labels))
+        held_out.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return preflight_supervised(load_recipe(place.recipe, keys, KtoRecipe).recipe)
+
+    assert found(True, False).eval_rows == 2
+    with pytest.raises(
+        UserError, match=f"no held-out row of .*held_out.jsonl is labelled {str(label).lower()} .*'label'"
+    ):
+        found(not label, not label)
+
+
+def test_a_default_that_grades_in_the_place_of_graders_that_were_taken_back_is_told_of(place: Place) -> None:
+    text = place.recipe.read_text()
+    place.recipe.write_text(
+        f"{text}reward: {{graders: {{a: {{kind: rule, fn: exact}}, b: {{kind: rule, fn: math}}}}}}\n"
+    )
+
+    def notes(*overrides: str) -> str:
+        loaded = load_recipe(place.recipe, overrides)
+        return " ".join(preflight(loaded.recipe, sources=loaded.sources).notes)
+
+    assert "null" not in notes() + notes("reward.graders.a=null")
+    both = notes("reward.graders.a=null", "reward.graders.b=null")
+    assert (
+        "reward.graders.b (on the command line): null takes the last grader back" in both and "reward.fn math" in both
+    )
+    assert "null" not in notes("reward.graders.a=null", "reward.graders.b=null", "reward.fn=math")
+
+
 def test_a_reward_model_is_no_policy(tmp_path: Path, model_folder: Path) -> None:
     place = pairs_place(tmp_path, model_folder)
     place.edit_config(architectures=["Qwen3ForSequenceClassification"], id2label={"0": "SCORE"})
