@@ -39,9 +39,13 @@ def read_rope(fields: Fields, default_theta: float, *, partial: bool = False, sc
 def read_rotary_dim(fields: Fields, head_dim: int, default: float) -> int:
     """How many elements of a head are rotated. default: share of the head where no key says. Raises UserError."""
     part = _described(fields)
-    # null beside the object is an answer, unlike elsewhere: transformers turns whole heads.
     share = part.get(SHARE, fields.raw.get(SHARE, default))
-    share = 1.0 if share is None else Fields({SHARE: share}, fields.path).number(SHARE)
+    if share is None:  # an answer here, unlike elsewhere
+        raise UserError(
+            f"{fields.path}: {SHARE} is null, by which transformers turns whole heads and SGLang does not start. Write 1.0 in "
+            "its place, which says the same."
+        )
+    share = Fields({SHARE: share}, fields.path).number(SHARE)
     width = int(min(share, 2.0) * head_dim)
     if share > 1 or width < 2 or width % 2:
         fields.refuse(

@@ -94,6 +94,14 @@ def role_bytes(
     return RoleBytes(**{name: np.choose(fullest, [getattr(one, name) for one in each]) for name in vars(each[0])})
 
 
+def top_bytes(choice: Layouts, k: int, mini_batch: float) -> Any:
+    """[N] bytes of the column of a teacher's k likeliest tokens (training/batch.py), 2k + 1 floats a token.
+
+    A rank, of whichever stage, has it of its part of a whole mini-batch at once. mini_batch: tokens.
+    """
+    return FLOAT * (2 * k + 1) * mini_batch / (choice.dp * choice.cp)
+
+
 def _stage_bytes(counting: Counting, stage: Stage, role: Role) -> RoleBytes:
     choice, zero = counting.choice, np.zeros(len(counting.choice))
     sizes = model_sizes(counting.config, head=role.head)

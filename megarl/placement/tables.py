@@ -17,7 +17,7 @@ from megarl.placement.compute import Seconds, core_share, score_seconds, update_
 from megarl.placement.frontier import COSTS, SLOWEST, Choices, is_least
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import Floats
-from megarl.placement.memory import OFFLOADED_SHARE, Role, RoleBytes, ServerBytes, role_bytes, server_bytes
+from megarl.placement.memory import OFFLOADED_SHARE, Role, RoleBytes, ServerBytes, role_bytes, server_bytes, top_bytes
 from megarl.placement.search import Tables
 from megarl.placement.space import Ints, Layouts, Mask, Servers, Space, layouts, servers
 from megarl.placement.weight_sync import gather_seconds, sync_seconds
@@ -278,7 +278,11 @@ def held_bytes(role: str, choice: Layouts, workload: Workload, cluster: Cluster)
         sequence=workload.longest_sample,
         passes=role == CRITIC or (role == ACTOR and scored),
     )
-    return role_bytes(workload.models[role], choice, workload.bytes_each, use, cluster.device.kernels)
+    held = role_bytes(workload.models[role], choice, workload.bytes_each, use, cluster.device.kernels)
+    if role != ACTOR or not workload.teacher_top:
+        return held
+    mini_batch = workload.tokens / workload.mini_batches
+    return replace(held, activations=held.activations + top_bytes(choice, workload.teacher_top, mini_batch))
 
 
 def served_bytes(choice: Servers, workload: Workload, cluster: Cluster) -> ServerBytes:

@@ -17,6 +17,7 @@ from megarl.models.hf_config import parse_model_config
 from megarl.placement.lengths import Lengths, assumed_lengths
 from megarl.placement.sizes import model_sizes
 from megarl.recipe.batch import uneven_mini_batch
+from megarl.recipe.functions import asked
 from megarl.recipe.roles import Lora
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.sampling_rules import beside_ranks
@@ -49,7 +50,8 @@ class Workload:
     the actor's layout.
     quantization: of the servers' weights; their KV cache keeps the run's dtype. lora: adapters that alone the actor trains.
     kv_tokens, server_share: what the recipe itself says of a server's cache, and of its share of a device's memory. transport:
-    how weights go to servers. async_save: whether checkpoints are written beside the training.
+    how weights go to servers. async_save: whether checkpoints are written beside the training. teacher_top: of how many of a
+    teacher's likeliest tokens at each position the actor is given log-probs; 0: of none.
     """
 
     models: Mapping[str, ModelConfig]
@@ -75,6 +77,7 @@ class Workload:
     transport: SyncTransport = "auto"
     async_save: bool = False
     tied: bool = False
+    teacher_top: int = 0
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -149,6 +152,7 @@ def recipe_workload(
     mini_batch = actor.mini_batch_samples or samples
     if uneven := uneven_mini_batch(rollout.prompts_per_step, rollout.samples_per_prompt, mini_batch):
         raise UserError(uneven)
+    may_ask = asked(recipe.algorithm, "may ask for all")
     given = max(actor.micro_batch_tokens, longest)
     return Workload(
         models=models,
@@ -175,6 +179,7 @@ def recipe_workload(
         transport=transport_of(recipe),
         async_save=recipe.train.async_save,
         tied=REFERENCE in models and is_tied(recipe),
+        teacher_top=recipe.algorithm.distill_top_k if TEACHER in models and may_ask.teacher_top else 0,
     )
 
 

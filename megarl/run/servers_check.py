@@ -34,6 +34,7 @@ SEPARATE_EXPERTS = "--disable-shared-experts-fusion"
 ALL_SPARSE = ("qwen2_moe", "qwen3_moe")  # families that SGLang builds with experts in all layers
 ATTENTION = "-attention-backend"  # and of prefill and decode apart
 SLIDING_FAMILIES = ("gemma3",)  # whose windows SGLang keeps to
+NO_HEAD_DIM = ("qwen2_moe", "mixtral")
 OWN_HEADS = ("qwen2_moe", "glm4_moe", "glm4_moe_lite")  # families that SGLang builds with a head of its own
 HUB_CACHE = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/COMMIT
 
@@ -135,7 +136,8 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
     llama.py for Phi-3): they attend to all tokens. It reads neither mlp_only_layers nor decoder_sparse_step (models/qwen2_moe.py,
     qwen3_moe.py: every layer is sparse): weights of a dense layer would go nowhere, and experts that nothing fills would answer.
     Qwen2-MoE, GLM-4.5 and GLM-4.7-Flash it builds with a head of their own (models/qwen2_moe.py, glm4_moe.py, glm4_moe_lite.py),
-    which nothing would fill either; and the last with experts in all layers behind the first dense ones.
+    which nothing would fill either; and the last with experts in all layers behind the first dense ones. Qwen2-MoE's and
+    Mixtral's heads (models/mixtral.py) are hidden_size / num_attention_heads wide there, whatever head_dim says.
     """
     if model.window is not None and model.window < longest - 1 and model.family not in SLIDING_FAMILIES:
         raise UserError(
@@ -153,6 +155,12 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
         raise UserError(
             f"{where}: the head of the model is its embedding (tie_word_embeddings in its config.json), and SGLang builds "
             f"{model.architecture} with a head of its own: it cannot serve this model. Take one that has a head."
+        )
+    width = model.hidden_size // model.num_heads
+    if model.family in NO_HEAD_DIM and model.head_dim != width:
+        raise UserError(
+            f"{where}: the heads of the model have {model.head_dim} elements (head_dim in its config.json), and SGLang builds "
+            f"{model.architecture} with {width}, hidden_size / num_attention_heads: it cannot serve this model. Take another."
         )
     dense = sorted(set(range(model.num_layers)) - model.moe_layers)
     if model.family == "glm4_moe_lite" and dense != list(range(len(dense))):

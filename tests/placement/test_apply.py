@@ -46,6 +46,19 @@ def recipe(folder: Path, *overrides: str) -> Recipe:
     return load_recipe(Path("recipes/quickstart.yaml"), [model, *overrides], Recipe).recipe
 
 
+@pytest.mark.parametrize(("loss", "k"), [("distill_top", 8), ("distill", 0)])
+def test_a_teachers_likeliest_tokens_are_planned_for_where_the_loss_asks_for_them(
+    tmp_path: Path, loss: str, k: int
+) -> None:
+    plain = tmp_path / "plain.yaml"
+    plain.write_text(EXTERNAL.format(model=write_config(tmp_path)))
+    top = ["algorithm.distill_top_k=8"] * (k > 0)
+    sizes = ("rollout.prompts_per_step=4", "rollout.max_response_tokens=64")
+    words = [f"algorithm.policy_loss={loss}", f"teacher.path={tmp_path}", *top, *sizes]
+    distilled = load_recipe(plain, words, Recipe).recipe
+    assert recipe_workload(distilled, read_model(tmp_path)).teacher_top == k
+
+
 @pytest.mark.parametrize("name", ["auto", "colocate", "split", "standalone"])
 def test_an_applied_plan_is_predicted_as_it_was_planned(tmp_path: Path, name: str) -> None:
     cluster = make_cluster("H100", 2)

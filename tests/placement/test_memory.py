@@ -196,6 +196,19 @@ def test_an_actor_that_is_asked_for_log_probs_holds_what_they_take_where_its_lay
     assert working(scores=True, lora=Lora(rank=8)) == working(scores=False, lora=Lora(rank=8)) == frozen
 
 
+def test_an_actor_holds_its_teachers_likeliest_tokens_of_a_whole_mini_batch() -> None:
+    cluster, choice = make_cluster("H100", 1), one_layout(Layout(world_size=8, tp=2, cp=2), TOKENS)
+
+    def working(role: str, k: int) -> float:
+        work = workload(roles=("actor", "rollout", "teacher"), teacher_top=k)
+        return float(held_bytes(role, choice, work, cluster).working[0])
+
+    # 1,024 samples in 8 mini-batches, over 2 data-parallel ranks, each cut in two; 64 ids and 65 log-probs a token, 516 bytes.
+    tokens = 1024 * (512 + workload().responses.mean) / 8 / 2 / 2
+    assert working("actor", 64) - working("actor", 0) == pytest.approx(tokens * 516)
+    assert working("teacher", 64) == working("teacher", 0)
+
+
 def test_the_table_of_devices_cuts_as_the_engine_does() -> None:
     for name, device in (("cpu", "cpu"), ("cuda", "H100")):
         platform = get_platform(name)  # type: ignore[arg-type]

@@ -568,7 +568,6 @@ SWEEPS: dict[str, Sequence[str]] = {
     "algorithm.whiten": ("plain", "critic, whitened", "KL steered", "distilled", "dapo", "own advantage"),
     **dict.fromkeys(("algorithm.distill_top_k", "algorithm.distill_beta"), ("plain", "distilled at the likeliest")),
     "algorithm.keep_groups": ("plain", "dapo", "graders, dapo"),
-    "algorithm.keep_groups.above": ("plain", "dapo"),  # several graders together give every group more
     "algorithm.on_logprob_diff": ("plain", "bounded drift"),
     "actor": ("plain", "adapters", "experts"),
     "actor.routing_replay": ("plain", "experts", "experts on cuda"),

@@ -179,6 +179,14 @@ def test_a_shared_expert_with_a_gate_is_served_with_a_head_and_hashed_as_it_is(p
     check_servers(cuda, model, get_platform("cuda"))
     with pytest.raises(UserError, match=r"Qwen2MoeForCausalLM with a head of its own"):
         check_servers(cuda, replace(model, tied_embeddings=True), get_platform("cuda"))
+    own = 2 * model.hidden_size // model.num_heads
+    with pytest.raises(
+        UserError, match=rf"the heads of the model have {own} elements .* Qwen2MoeForCausalLM with {own // 2}"
+    ):
+        check_servers(cuda, replace(model, head_dim=own), get_platform("cuda"))
+    mixtral = load_model_config(write_tiny_model(place.root / "mixtral", "mixtral", head_dim=own))
+    with pytest.raises(UserError, match="MixtralForCausalLM with"):
+        check_servers(cuda, mixtral, get_platform("cuda"))
 
 
 def test_glm_is_served_with_a_head_of_its_own(place: Place) -> None:

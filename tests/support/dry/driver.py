@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, partial
@@ -65,9 +65,10 @@ from megarl.training import run_checkpoints
 from tests.support.dry.actors import Book, Collector, Differs, External, Rank, Router, Server
 from tests.support.dry.answers import Client, Pool, Poster, Tests
 from tests.support.dry.learning import rounded
-from tests.support.dry.ray import Ray
+from tests.support.dry.ray import Loop, Ray
 
 DEVICES = 64  # of the only node
+_SECONDS = re.compile(r'("\w+_s"): [-+.\de]+')  # in samples
 _PLAIN_TOKENIZERS = cache(load_tokenizer)
 
 
@@ -129,7 +130,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
                 samples.CoordinatorActor: samples.CoordinatorActor,
                 feeder.FeederActor: feeder.FeederActor,
             },
-            asyncio.new_event_loop(),
+            Loop(),
         )
         stack.callback(fake.close)
         patch.setattr(samples.ray, "remote", fake.remote)  # type: ignore[attr-defined]
@@ -281,7 +282,7 @@ def left(folder: Path) -> list[tuple[str, ...]]:
         if path.name == METRICS_FILE:
             found += [(name, str(_plain(json.loads(line)))) for line in path.read_text().splitlines()]
         elif path.parent.name == "samples":
-            found.append((name, path.read_text()))
+            found.append((name, _SECONDS.sub(r"\1: measured", path.read_text())))
         elif path.parent.name == JOURNAL:
             found.append((name.partition("-")[0],))  # each process writes files of its own
         elif path.is_dir():
@@ -293,6 +294,6 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
     exact = ("perf/train_flops",)
     measured = ("perf/", "memory/")
     return {
-        name: "measured" if name.startswith(measured) and name not in exact else rounded(value)
+        name: "measured" if (name.startswith(measured) or name.endswith("_s")) and name not in exact else rounded(value)
         for name, value in row.items()
     }
