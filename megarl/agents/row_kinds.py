@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.recipe.agent import Agent
-from megarl.rewards.row_choice import field_of
+from megarl.rewards.row_choice import ID, field_of
 
 MOST_SHOWN = 5  # values of rows in a message
 
@@ -19,11 +19,18 @@ def kind_of(key: str, row: Prompt) -> Any:
     return field_of(row.metadata, key)
 
 
-def check_kinds(agent: Agent, rows: Sequence[Prompt], *, played: Sequence[Prompt], part: bool = False) -> None:
+def check_kinds(
+    agent: Agent,
+    rows: Sequence[Prompt],
+    *,
+    played: Sequence[Prompt],
+    part: bool = False,
+    place: Callable[[Prompt], str] = ID,
+) -> None:
     """Raises UserError for a row that names no environment, and an environment that no row names.
 
     played: those of the rows that episodes are about. part: these are not all rows of the run, and an environment may be for
-    others.
+    others. place: where a row stands, for messages.
     """
     key, names = agent.environment_key, list(agent.environments)
     if key is None:
@@ -34,7 +41,7 @@ def check_kinds(agent: Agent, rows: Sequence[Prompt], *, played: Sequence[Prompt
             near = get_close_matches(kind, names, n=1) if isinstance(kind, str) else []
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise UserError(
-                f"{row.id}: no environment is for this row: {key!r}, which agent.environment_key names, is {kind!r}, and in "
+                f"{place(row)}: no environment is for this row: {key!r}, which agent.environment_key names, is {kind!r}, and in "
                 f"agent.environments are {', '.join(names)}.{hint} Name one in the row, add it "
                 "there, correct agent.environment_key, or leave the row out."
             )

@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 
 from megarl.agents.player import open_player
+from megarl.cluster.network import own_address
 from megarl.cluster.process import ProcessFacts, ProcessSpec, configure_process
 from megarl.core.errors import MegarlError
 from megarl.core.types import Block, FloatArray, ShardPlan
@@ -160,6 +162,8 @@ def _open(
     if replay is not None:
         return ReplayCollector.open(replay, recipe)
     assert router is not None, "without a journal to replay, a collector asks a router"
+    if recipe.agent is not None and recipe.agent.listen == "node" and ip_address(address).is_loopback:
+        address = own_address()  # of a run on one machine: its own processes need no other
     player = partial(open_player, recipe, router, address) if recipe.agent is not None else None
     return Collector.open(recipe, router, num_collectors, player)
 

@@ -14,8 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
+from megarl.core.errors import MegarlError
+
 # More than one packet: a path that only lets small ones pass is broken, too.
 PROBE_BYTES = 8192
+ELSEWHERE = "203.0.113.1"  # nobody's (RFC 5737): it is what a default route leads to
 MAX_PROBES = 64  # side by side
 
 
@@ -39,6 +42,17 @@ def address_towards(hosts: Sequence[str]) -> str:
                 way.connect(where)
                 return str(way.getsockname()[0])
     return ""
+
+
+def own_address() -> str:
+    """This node's address on its way to other machines. Raises MegarlError where it has none."""
+    try:
+        return address_towards([ELSEWHERE])
+    except OSError as error:
+        raise MegarlError(
+            f"This node has no address at which others could reach it: there is no way to any ({error.strerror}). Set "
+            "agent.listen to loopback, or give the node a network."
+        ) from error
 
 
 class Echo:

@@ -7,10 +7,9 @@ import re
 from typing import Any
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
-from megarl.data.answers import Answer
 from megarl.recipe.reward import Code
 from megarl.rewards.code_tests import Pair, RowTests, last_block, read_tests, same_output, stripped
-from megarl.rewards.grade import Grade, failed
+from megarl.rewards.grade import Grade, Item, failed
 from megarl.rewards.patience import InFlight, UnderWay
 from megarl.sandbox.job import MIB, MOST_VALUE, Check, Limits, Result
 from megarl.sandbox.pool import SandboxPool
@@ -57,27 +56,19 @@ class CodeGrader:
         """Start sandboxes. Raises UserError where this machine makes none."""
         await self._pool.start()
 
-    async def grade(
-        self,
-        prompt: str,
-        response: str,
-        answer: Answer,
-        metadata: dict[str, Any],
-        row: str = "",
-        truncated: bool = False,
-    ) -> Grade:
+    async def grade(self, item: Item) -> Grade:
         """Grade one response: 0 where it has no code. Raises WorkerDiedError where no sandbox can be had any more."""
         try:
-            tests = read_tests(metadata, answer, self._settings.field).first(self._settings.max_tests)
+            tests = read_tests(item.metadata, item.answer, self._settings.field).first(self._settings.max_tests)
         except ValueError as error:
             return failed(f"error: {error}")
-        code = last_block(response)
+        code = last_block(item.response)
         if code is None:
             return Grade(0.0)
         if self._settings.score == "all" and (why := self._beyond(tests)):
             return failed(f"error: {why}")
         try:
-            passed = await self.passed(code, tests, row or str(id(response)))
+            passed = await self.passed(code, tests, item.row or str(id(item)))
         except WorkerDiedError:
             raise
         except MegarlError as error:

@@ -14,12 +14,11 @@ from typing import Any
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.data.answers import Answer
 from megarl.recipe.reward import Code, HttpGrader, Judge, Reward, Rule
 from megarl.recipe.reward import Grader as Settings
 from megarl.rewards.check import read_key
 from megarl.rewards.code import CodeGrader
-from megarl.rewards.grade import FIGURES, Grade, Grader
+from megarl.rewards.grade import FIGURES, Grade, Grader, Item
 from megarl.rewards.graders import GraderPool
 from megarl.rewards.http import JsonClient
 from megarl.rewards.judge import JudgeGrader
@@ -115,36 +114,22 @@ class Graders:
                 f"Graders did not answer at the start: {said}. Start them, or correct url and key_env in reward.graders."
             )
 
-    async def grade(
-        self,
-        prompt: str,
-        response: str,
-        answer: Answer,
-        metadata: dict[str, Any],
-        row: str = "",
-        fields: Mapping[str, Any] | None = None,
-        *,
-        truncated: bool = False,
-    ) -> Combined:
-        """Grade one response, by those who grade its row. row: its prompt's, for messages. fields: its own; default: metadata.
-
-        truncated: whether the response ended at a limit of length, or at a budget of its episode.
+    async def grade(self, item: Item, fields: Mapping[str, Any] | None = None) -> Combined:
+        """Grade one response, by those who grade its row. fields: the row's own; default: metadata.
 
         An episode's metadata says more than its row, and nothing of who grades it: that was checked of rows, before the start.
         Raises MegarlError where a grader can grade nothing any more.
         """
-        own = metadata if fields is None else fields
+        own = item.metadata if fields is None else fields
         asked = {name: each.grader for name, each in self._members.items() if grades_row(each.only, own)}
         self._under_way += 1
         self._look_later()
         try:
-            grades = await asyncio.gather(
-                *(grader.grade(prompt, response, answer, metadata, row, truncated) for grader in asked.values())
-            )
+            grades = await asyncio.gather(*(grader.grade(item) for grader in asked.values()))
         finally:
             self._under_way -= 1
         by_name = dict(zip(asked, grades, strict=True))
-        self._tell_failures(by_name, row)
+        self._tell_failures(by_name, item.row)
         failures = [f"{name}: {grade.failure}" for name, grade in by_name.items() if grade.failure is not None]
         total = sum(self._members[name].weight * grade.reward for name, grade in by_name.items())
         parts = {name: grade.reward if grade.failure is None else None for name, grade in by_name.items()}

@@ -29,6 +29,27 @@ class Grade:
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Item:
+    """One response to grade. metadata: its row's other fields, and what its episode adds.
+
+    row: its prompt's, for messages and to tell whose responses time out. truncated: whether the response ended at a limit of
+    length, or at a budget of its episode.
+    """
+
+    prompt: str
+    response: str
+    answer: Answer
+    metadata: dict[str, Any] = field(default_factory=dict)
+    row: str = ""
+    truncated: bool = False
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What graders are given of it, by name: keywords of functions, variables of templates, fields of requests."""
+        return {name: value for name, value in vars(self).items() if name != "row"}
+
+
 def failed(reason: str) -> Grade:
     """No grade, for a reason in words, cut where it is long: a counted failure, and no reward of zero."""
     return Grade(0.0, reason[:MOST_SHOWN])
@@ -89,19 +110,8 @@ class Grader(Protocol):
     async def start(self) -> None:
         """Get ready; raises MegarlError where it cannot be."""
 
-    async def grade(
-        self,
-        prompt: str,
-        response: str,
-        answer: Answer,
-        metadata: dict[str, Any],
-        row: str = "",
-        truncated: bool = False,
-    ) -> Grade:
-        """Grade one response, within a deadline of the grader's own. What goes wrong with one is its failure.
-
-        row: its prompt's, for messages and to tell whose responses time out. truncated: whether the response ended at a limit.
-        """
+    async def grade(self, item: Item) -> Grade:
+        """Grade one response, within a deadline of the grader's own. What goes wrong with one is its failure."""
 
     def oldest(self) -> UnderWay | None:
         """What it has been at for longest; None where it is at nothing."""

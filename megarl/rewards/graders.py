@@ -21,8 +21,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
-from megarl.data.answers import Answer
-from megarl.rewards.grade import Grade, failed
+from megarl.rewards.grade import Grade, Item, failed
 from megarl.rewards.patience import Patience, UnderWay
 from megarl.rewards.printed import Printed
 from megarl.rewards.worker import HEADER, READY, frame
@@ -221,15 +220,7 @@ class GraderPool:
             self._starting = asyncio.create_task(self._start_all())
         await asyncio.shield(self._starting)
 
-    async def grade(
-        self,
-        prompt: str,
-        response: str,
-        answer: Answer,
-        metadata: dict[str, Any],
-        row: str = "",
-        truncated: bool = False,
-    ) -> Grade:
+    async def grade(self, item: Item) -> Grade:
         """Grade one response. The deadline counts from when a process takes it up, not while it waits its turn.
 
         Raises what `start` raises, also when a process that had to be replaced cannot be.
@@ -238,8 +229,8 @@ class GraderPool:
             await self.start()
         if self._broken is not None:
             raise self._broken
-        payload = pickle.dumps((prompt, response, answer, metadata, truncated), protocol=pickle.HIGHEST_PROTOCOL)
-        job = _Job(payload, asyncio.get_running_loop().create_future(), row or str(id(payload)), time.monotonic())
+        payload = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
+        job = _Job(payload, asyncio.get_running_loop().create_future(), item.row or str(id(payload)), time.monotonic())
         self._queue.append(job)
         self.pump_soon()
         return await job.future

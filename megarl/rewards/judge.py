@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
 
 from megarl.core.errors import MegarlError
-from megarl.data.answers import Answer
 from megarl.recipe.reward import Judge
-from megarl.rewards.grade import Grade, failed
+from megarl.rewards.grade import Grade, Item, failed
 from megarl.rewards.http import ANSWER_SHOWN, CallError, JsonClient
 from megarl.rewards.patience import ENOUGH, InFlight, Patience, UnderWay
 from megarl.rewards.question import read_score
@@ -37,23 +35,13 @@ class JudgeGrader:
         except CallError as error:
             raise MegarlError(str(error)) from None
 
-    async def grade(
-        self,
-        prompt: str,
-        response: str,
-        answer: Answer,
-        metadata: dict[str, Any],
-        row: str = "",
-        truncated: bool = False,
-    ) -> Grade:
+    async def grade(self, item: Item) -> Grade:
         """Grade one response. The deadline counts from when the judge is asked."""
         try:
-            question = self._question(
-                prompt=prompt, response=response, answer=answer, metadata=metadata, truncated=truncated
-            )
+            question = self._question(**item.said)
         except Exception as error:  # what a template computes may raise anything, of a row that it was not made for
             return failed(f"error: the template does not go with this row: {type(error).__name__}: {error}")
-        asked_at, row = time.monotonic(), row or str(id(question))
+        asked_at, row = time.monotonic(), item.row or str(id(question))
         async with self._room:
             if refusal := self._patience.refusal(row, asked_at):
                 return failed(refusal)

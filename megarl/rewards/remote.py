@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.core.errors import MegarlError
-from megarl.data.answers import Answer
-from megarl.rewards.grade import Grade, failed, grade_of
+from megarl.rewards.grade import Grade, Item, failed, grade_of
 from megarl.rewards.http import ANSWER_SHOWN, CallError, JsonClient
 from megarl.rewards.patience import ENOUGH, InFlight, Patience, UnderWay
 
@@ -21,7 +20,7 @@ GATHER_S = 0.002  # how long the first response of a batch waits for others
 class _Job:
     """One response on its way. asked_at: by `time.monotonic`."""
 
-    item: dict[str, Any]
+    item: Item
     future: asyncio.Future[Grade]
     row: str
     asked_at: float
@@ -54,20 +53,11 @@ class RemoteGrader:
         except CallError as error:
             raise MegarlError(str(error)) from None
 
-    async def grade(
-        self,
-        prompt: str,
-        response: str,
-        answer: Answer,
-        metadata: dict[str, Any],
-        row: str = "",
-        truncated: bool = False,
-    ) -> Grade:
+    async def grade(self, item: Item) -> Grade:
         """Grade one response. The deadline counts from when its batch is sent."""
         if self._closed:
             raise MegarlError("the remote grader is closed")
-        item = {"prompt": prompt, "response": response, "answer": answer, "metadata": metadata, "truncated": truncated}
-        job = _Job(item, asyncio.get_running_loop().create_future(), row or str(id(item)), time.monotonic())
+        job = _Job(item, asyncio.get_running_loop().create_future(), item.row or str(id(item)), time.monotonic())
         self._waiting.append(job)
         self._unanswered.add(job.future)
         job.future.add_done_callback(self._unanswered.discard)
@@ -135,7 +125,7 @@ class RemoteGrader:
         first = jobs[0].row
         try:
             with self._in_flight.at(first):
-                grades = _rewards(await self._client.post({"items": [job.item for job in jobs]}), len(jobs))
+                grades = _rewards(await self._client.post({"items": [job.item.said for job in jobs]}), len(jobs))
             self._patience.graded(first)
         except CallError as error:
             grades = [failed(str(error))] * len(jobs)

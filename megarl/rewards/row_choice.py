@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from operator import attrgetter
 from typing import Any
 
 from megarl.core.errors import UserError
@@ -12,17 +13,26 @@ from megarl.recipe.reward import Reward
 
 Only = Mapping[str, Sequence[str | int | float | bool]]  # values of a field, by its name
 
+ID = attrgetter("id")
+
 
 def grades_row(only: Only, fields: Mapping[str, Any]) -> bool:
     """Whether all of these fields of a row have one of the values."""
     return all(_among(field_of(fields, name), values) for name, values in only.items())
 
 
-def check_choice(reward: Reward, prompts: Sequence[Prompt], *, alone: Sequence[Prompt], part: bool = False) -> None:
+def check_choice(
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    *,
+    alone: Sequence[Prompt],
+    part: bool = False,
+    place: Callable[[Prompt], str] = ID,
+) -> None:
     """Raises UserError for a grader that grades none of the rows, and a row that nothing rewards.
 
     alone: those of them that graders alone reward: no environment does, nor a reward model. part: these are not all rows of the
-    run, and a grader may be for others.
+    run, and a grader may be for others. place: where a row stands, for messages.
     """
     graders = reward.by_name()
     chosen = {name: settings.only for name, settings in graders.items() if settings.only}
@@ -37,7 +47,7 @@ def check_choice(reward: Reward, prompts: Sequence[Prompt], *, alone: Sequence[P
     for prompt in alone:
         if not any(grades_row(only, prompt.metadata) for only in counting):
             raise UserError(
-                f"{prompt.id}: no grader with a weight grades this row, and it would have no reward: "
+                f"{place(prompt)}: no grader with a weight grades this row, and it would have no reward: "
                 f"{_fields(chosen, prompt)}. Name its values in reward.graders.NAME.only, or leave the row out."
             )
 

@@ -1,7 +1,7 @@
 """The grader process: reads batches of requests, grades one after another, writes each result at once.
 
 Started by graders.py, which holds the deadline; nothing here measures time. It imports no torch: it must start fast.
-Frames on both pipes are a length (4 bytes, little-endian) and a pickle: of a list of pickled Requests, or of the Grade of
+Frames on both pipes are a length (4 bytes, little-endian) and a pickle: of a list of pickled Items, or of the Grade of
 one of them, in their order.
 """
 
@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megarl.core.errors import UserError
-from megarl.data.answers import Answer
-from megarl.rewards.grade import Grade, failed, grade_of
-from megarl.rewards.resolve import OPTIONAL, RewardFn, asked_for, resolve_reward
+from megarl.rewards.grade import Grade, Item, failed, grade_of
+from megarl.rewards.resolve import PARAMETERS, RewardFn, asked_for, resolve_reward
 
 HEADER = struct.Struct("<I")
 PR_SET_PDEATHSIG = 1
@@ -30,8 +29,6 @@ PR_SET_PDEATHSIG = 1
 READY = "ready"
 REFUSED = "refused"
 
-Request = tuple[str, str, Answer, dict[str, Any], bool]  # prompt, response, answer, metadata, truncated
-
 
 def frame(value: object) -> bytes:
     """A length and a pickle."""
@@ -39,15 +36,14 @@ def frame(value: object) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
-def grade(function: RewardFn, wait: Callable[[Any], Any], request: Request, optional: Collection[str] = ()) -> Grade:
+def grade(function: RewardFn, wait: Callable[[Any], Any], item: Item, optional: Collection[str] = ()) -> Grade:
     """The function's grade, or why there is none: `error: ...` or `not a number: ...`. wait: gives what a coroutine gives.
 
     optional: which of OPTIONAL it asks for.
     """
-    prompt, response, answer, metadata, truncated = request
-    more = {name: value for name, value in zip(OPTIONAL, (truncated,), strict=True) if name in optional}
+    said = item.said
     try:
-        found = function(prompt=prompt, response=response, answer=answer, metadata=metadata, **more)
+        found = function(**{name: said[name] for name in (*PARAMETERS, *optional)})
         return grade_of(wait(found) if inspect.iscoroutine(found) else found)
     except (Exception, SystemExit) as error:  # a user's function may raise anything; the run goes on
         return failed(f"error: {type(error).__name__}: {_words(error)}")
@@ -88,8 +84,8 @@ def serve(function: RewardFn, requests: BinaryIO, results: int) -> None:
     with Loop() as loop:
         while header := requests.read(HEADER.size):
             (size,) = HEADER.unpack(header)
-            for request in pickle.loads(requests.read(size)):
-                _write(results, grade(function, loop.run, pickle.loads(request), optional))
+            for item in pickle.loads(requests.read(size)):
+                _write(results, grade(function, loop.run, pickle.loads(item), optional))
 
 
 def _write(pipe: int, value: object) -> None:

@@ -25,6 +25,7 @@ from megarl.data.prompts import PromptSet, digests_of, load_prompts
 from megarl.recipe.held_out import Eval
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
+from megarl.rewards.grade import Item
 from megarl.rollout import filters
 from megarl.rollout.asking import Asker
 from megarl.rollout.attempt import Attempt, Player
@@ -298,25 +299,27 @@ class Collector:
         """One sample, graded."""
         attempt = Attempt(prompt, sampling, self._recipe.run.seed, purpose, step, index, expected)
         sample = await self._player.play(attempt, self._asker)
+        # A training and a held-out file of one name have rows of the same ids.
+        held_out = " (held out)" if purpose == "eval" else ""
         if sample.status is not Status.FAILED:
-            grade = await self._graders.grade(
+            item = Item(
                 sample.prompt.text,
                 sample.response_text,
                 prompt.answer,
                 prompt.metadata | sample.metadata,
-                prompt.id,
-                prompt.metadata,
+                row=f"{prompt.id}{held_out}",
                 truncated=sample.status is Status.TRUNCATED,
             )
+            grade = await self._graders.grade(item, prompt.metadata)
             sample.reward += grade.reward
             sample.reward_parts = sample.reward_parts | grade.parts
             sample.grade_failure = grade.failure
             sample.numbers = sample.numbers | grade.figures
         elif sample.numbers.get("environment_failures") and not self._environment_failed:
             self._environment_failed = True  # people are told of the first: the step's line comes late
-            self.notices.tell(f"the episode {sample.id} failed: {sample.metadata['failure']}")
+            self.notices.tell(f"the episode {sample.id}{held_out} failed: {sample.metadata['failure']}")
         else:
-            log.warning("sample %s failed: %s", sample.id, sample.metadata["failure"])
+            log.warning("sample %s%s failed: %s", sample.id, held_out, sample.metadata["failure"])
         return sample
 
     def _write(self, name: str, samples: Sequence[Sample]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megarl.agents.row_kinds import check_kinds
@@ -150,19 +150,27 @@ def check_graded(
     without any, all are trained on.
     """
     trained = [prompts[at] for rows in sets.values() for at in rows] if sets else prompts
+    ours = {id(row) for row in held_out}
+
+    def place(row: Prompt) -> str:
+        """Files of one name in two folders have rows of the same ids."""
+        path = recipe.data.eval if id(row) in ours else recipe.data.train
+        return row.id if path is None else place_of(path, row.id)
+
     if recipe.agent is not None:
-        check_kinds(recipe.agent, [*prompts, *held_out], played=[*trained, *held_out], part=not prompts)
+        both = [*prompts, *held_out]
+        check_kinds(recipe.agent, both, played=[*trained, *held_out], part=not prompts, place=place)
     for path, rows in ((recipe.data.train, prompts), (recipe.data.eval, held_out)):
         if path is not None:
             check_compared(recipe, path, rows)
     if recipe.reward_model is not None and recipe.reward_model.weight != 0:
         trained = ()  # it rewards these, and is not asked of held-out ones
     alone = () if recipe.agent is not None and recipe.agent.rewards else (*trained, *held_out)
-    check_choice(recipe.reward, [*prompts, *held_out], alone=alone, part=not prompts)
-    _check_judged(recipe, held_out)
+    check_choice(recipe.reward, [*prompts, *held_out], alone=alone, part=not prompts, place=place)
+    _check_judged(recipe, held_out, place)
 
 
-def _check_judged(recipe: Recipe, held_out: Sequence[Prompt]) -> None:
+def _check_judged(recipe: Recipe, held_out: Sequence[Prompt], place: Callable[[Prompt], str]) -> None:
     """Raises UserError where the grader that says what is right does not grade a row. The key that names it is named."""
     for key, asked in recipe.eval.by_key().items():
         grader = asked.grader
@@ -173,8 +181,8 @@ def _check_judged(recipe: Recipe, held_out: Sequence[Prompt]) -> None:
             instead = "the whole reward" if of_all or recipe.eval.grader is None else "eval.grader"
             raise UserError(
                 f"`{'eval' if of_all else key}.grader`: {grader} does not grade every held-out row that it is named for: "
-                f"reward.graders.{grader}.only leaves out {row.id}, which would count as wrong. Remove the key: {instead} says "
-                "then what is right."
+                f"reward.graders.{grader}.only leaves out {place(row)}, which would count as wrong. Remove the key: {instead} "
+                "says then what is right."
             )
 
 

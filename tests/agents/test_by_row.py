@@ -133,9 +133,9 @@ def test_a_row_that_names_no_environment_is_refused(tmp_path: Path, kind: Any, s
     for train, held_out in ((bad + good, []), (good, bad), ([], bad)):
         with pytest.raises(UserError) as caught:
             check_graded(recipe, train, held_out)
-        assert str(caught.value).startswith("rows.jsonl:1: no environment is for this row: ") and says in str(
-            caught.value
-        )
+        where = "rows.jsonl:1" if held_out else f"{recipe.data.train.with_name('rows.jsonl')}, line 1"
+        assert str(caught.value).startswith(f"{where}: no environment is for this row: ")
+        assert says in str(caught.value)
     [row] = [make_row("Go.")]
     with pytest.raises(UserError, match="names, is None"):
         check_graded(recipe, [row], [])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from megarl.cluster.network import PROBE_BYTES, Echo, interface_of, probe, probe_all
+from megarl.cluster.network import PROBE_BYTES, Echo, interface_of, own_address, probe, probe_all
+from megarl.core.errors import MegarlError
 
 HERE = "127.0.0.1"
 
@@ -35,6 +37,23 @@ def test_interface_of_an_address() -> None:
 
 def test_an_echo_answers_again_and_again(echo: Echo) -> None:
     assert [probe(HERE, echo.port, 5.0) for _ in range(3)] == ["", "", ""]
+
+
+def test_a_nodes_own_address_is_the_one_on_its_way_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Routed(socket.socket):
+        def connect(self, where: tuple[str, int]) -> None:
+            assert where[0] == "203.0.113.1"
+            super().connect(("127.0.0.1", 9))
+
+    monkeypatch.setattr("megarl.cluster.network.socket.socket", Routed)
+    assert own_address() == "127.0.0.1"
+    monkeypatch.setattr(Routed, "connect", no_route)
+    with pytest.raises(MegarlError, match=r"no way to any \(Network is unreachable\)\. Set agent\.listen to loopback"):
+        own_address()
+
+
+def no_route(self: socket.socket, where: object) -> None:
+    raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
 
 def test_nobody_listens() -> None:

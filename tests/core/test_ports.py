@@ -12,9 +12,9 @@ from megarl.core.errors import MegarlError
 from megarl.core.ports import PORT_TRIES, free_port, kept_port
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+@pytest.mark.parametrize("host", ["203.0.113.9", "no-such-host.invalid"])
 def test_an_address_that_is_not_this_hosts_is_no_taken_port(host: str) -> None:
-    """192.0.2.0/24 is for documentation (RFC 5737): nobody has such an address."""
+    """203.0.113.0/24 is for documentation (RFC 5737): nobody has such an address."""
     with pytest.raises(MegarlError, match=f"cannot listen on the address {host}: .+ip address"):
         free_port(host)
 

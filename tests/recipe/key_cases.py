@@ -251,7 +251,7 @@ TRAIN: dict[str, Sequence[str]] = {
             "reduction": ["sequence-mean", "group-mean", "constant"],
             "drop_zero_variance_groups": ["true"],
             "keep_groups.grader": ["judge"],
-            "keep_groups.above": ["0.6"],
+            "keep_groups.above": ["2.0"],
             "keep_groups.below": ["0.4"],
             "refill_rounds": ["0"],
             "old_logprobs": ["rollout"],

@@ -131,6 +131,13 @@ def contexts_of(command: str, key: str) -> list[str]:
     return [name for name in SWEEPS.get(section, ("plain",)) if name in CONTEXTS[command]]
 
 
+@pytest.mark.parametrize("context", ["graders", "agent with tools"])
+def test_a_run_goes_the_same_way_each_time(runs: Runs, context: str) -> None:
+    """What is timed may not count, or a key does something wherever the machine was busy."""
+    once, again = runs.of_context("train", context), runs.of("train", CONTEXTS["train"][context])
+    assert (once.book.told, once.left) == (again.book.told, again.left)
+
+
 @pytest.mark.parametrize("command", KINDS)
 def test_every_key_has_a_value_to_try(command: str) -> None:
     assert set(keys_of(command)) == set(VALUES[command])

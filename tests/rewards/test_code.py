@@ -14,7 +14,7 @@ from megarl.recipe.reward import Code, Reward
 from megarl.rewards.check import check_graders
 from megarl.rewards.code import CodeGrader, limits_of
 from megarl.rewards.combine import Combined, Graders
-from megarl.rewards.grade import Grade
+from megarl.rewards.grade import Grade, Item
 
 ADD = {"tests": {"inputs": ["1 2", "4 5", "0 0"], "outputs": ["3", "9", "0"]}}
 DOUBLE = {"test_list": ["assert f(1) == 2", "assert f([1]) == [1, 1]", "assert f('') == ''", "assert f(2) > 3"]}
@@ -31,7 +31,7 @@ def grades(cases: Sequence[tuple[str, dict[str, Any]]], **settings: Any) -> list
         grader = CodeGrader(Code(kind="code", **settings))
         await grader.start()
         try:
-            return await asyncio.gather(*(grader.grade("", response, "", row) for response, row in cases))
+            return await asyncio.gather(*(grader.grade(Item("", response, "", row)) for response, row in cases))
         finally:
             await grader.close()
 
@@ -63,7 +63,7 @@ def test_it_is_one_of_the_graders_of_a_recipe() -> None:
         graders = Graders.open(Reward.model_validate({"graders": settings}))
         await graders.start()
         try:
-            return await graders.grade("", block(WRONG_FOR_ZERO), "3", ADD)
+            return await graders.grade(Item("", block(WRONG_FOR_ZERO), "3", ADD))
         finally:
             await graders.close()
 
@@ -92,7 +92,7 @@ def test_programs_that_wait_for_a_sandbox_are_not_under_way() -> None:
         await grader.start()
         slow = block("import time; time.sleep(0.2)\n" + RIGHT)
         row = {"tests": {"inputs": ["1 2"], "outputs": ["3"]}}
-        grading = asyncio.gather(*(grader.grade("", slow, "", row) for _ in range(6)))
+        grading = asyncio.gather(*(grader.grade(Item("", slow, "", row)) for _ in range(6)))
         while not grading.done():
             await asyncio.sleep(0.01)
             at = grader.oldest()
@@ -169,7 +169,7 @@ def test_where_no_sandbox_can_be_had_any_more_the_run_is_told() -> None:
         grader = CodeGrader(Code(kind="code", sandboxes=1))
         await grader.start()
         try:
-            under_way = asyncio.ensure_future(grader.grade("", block("while True: pass"), "", ADD, "row 7"))
+            under_way = asyncio.ensure_future(grader.grade(Item("", block("while True: pass"), "", ADD, "row 7")))
             await asyncio.sleep(0)
             assert (oldest := grader.oldest()) is not None and oldest.row == "row 7"
             grader._pool._process.kill()

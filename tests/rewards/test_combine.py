@@ -10,6 +10,7 @@ import pytest
 from megarl.core.errors import MegarlError, UserError
 from megarl.recipe.reward import Reward
 from megarl.rewards.combine import Combined, Graders
+from megarl.rewards.grade import Item
 from tests.support.fake_graders import HANG, FakeGrader, FakeJudge, FakeRemote
 
 T = TypeVar("T")
@@ -46,14 +47,16 @@ def made() -> tuple[FakeRemote, FakeJudge]:
 
 
 def test_the_reward_is_the_weighted_sum_of_what_all_say() -> None:
-    right, wrong = talk(*made(), lambda g: asyncio.gather(g.grade("", "42", "42", {}), g.grade("", "4200", "42", {})))
+    right, wrong = talk(
+        *made(), lambda g: asyncio.gather(g.grade(Item("", "42", "42")), g.grade(Item("", "4200", "42")))
+    )
     assert right == Combined(pytest.approx(1 + 0.5 * 0.2 - 0.25 * 0.8), {"right": 1.0, "long": 0.2, "rude": 0.8}, None)
     assert wrong == Combined(pytest.approx(0.5 * 0.4 - 0.25 * 0.8), {"right": 0.0, "long": 0.4, "rude": 0.8}, None)
 
 
 def test_figures_have_the_names_of_their_graders() -> None:
     remote = FakeRemote(score=lambda item: {"score": 0.5, "acc": 1, "why": "short"})
-    [found] = talk(remote, made()[1], lambda g: asyncio.gather(g.grade("", "42", "42", {})))
+    [found] = talk(remote, made()[1], lambda g: asyncio.gather(g.grade(Item("", "42", "42"))))
     assert found.parts == {"right": 1.0, "long": 0.5, "rude": 0.8} and found.failure is None
     assert found.figures == {"reward/by/long/acc": 1.0}
 
@@ -63,7 +66,7 @@ def test_who_does_not_grade_a_row_is_not_asked_and_counts_nothing() -> None:
     remote, judge = FakeRemote(score=lambda item: 0.5), FakeJudge(reply=lambda _: "Hm.")
 
     async def call(graders: Graders) -> list[Combined]:
-        return [await graders.grade("", "42", "42", {"source": source}) for source in ("math", "chat")]
+        return [await graders.grade(Item("", "42", "42", {"source": source})) for source in ("math", "chat")]
 
     math, chat = talk(remote, judge, call, only={"source": "math"})
     assert math.parts == {"right": 1.0, "long": 0.5, "rude": None} and math.failure is not None
@@ -76,7 +79,7 @@ def test_what_an_episode_says_beside_its_row_chooses_no_grader() -> None:
     remote = FakeRemote(score=lambda item: told.append(item["metadata"]) or 0.5)
 
     async def call(graders: Graders) -> Combined:
-        return await graders.grade("", "42", "42", {"source": "shop"}, "row", {"source": "math"})
+        return await graders.grade(Item("", "42", "42", {"source": "shop"}, "row"), {"source": "math"})
 
     found = talk(remote, made()[1], call, only={"source": "math"})
     assert found.parts == {"right": 1.0, "long": 0.5, "rude": 0.8}
@@ -90,7 +93,7 @@ def test_one_that_fails_leaves_no_reward_and_keeps_what_the_others_say() -> None
     remote, judge = FakeRemote(score=score), FakeJudge(reply=lambda q: "Hm." if "dunno" in q else "Score: 10")
 
     async def call(graders: Graders) -> list[Combined]:
-        return [await graders.grade("", response, "42", {}) for response in ("42", "null", "dunno null", "42")]
+        return [await graders.grade(Item("", response, "42")) for response in ("42", "null", "dunno null", "42")]
 
     good, one, two, again = talk(remote, judge, call)
     assert good == again == Combined(1.0, {"right": 1.0, "long": 0.5, "rude": 1.0}, None)
@@ -108,7 +111,7 @@ def test_the_first_failure_of_each_grader_is_told_at_once() -> None:
             graders = Graders.open(reward_of(remote.url), told.append)
             await graders.start()
             for row, response in enumerate(("4", "null", "null", "4")):
-                await graders.grade("", response, "4", {}, f"rows.jsonl:{row}")
+                await graders.grade(Item("", response, "4", {}, f"rows.jsonl:{row}"))
             await graders.close()
 
     asyncio.run(go())
@@ -118,7 +121,7 @@ def test_the_first_failure_of_each_grader_is_told_at_once() -> None:
 def test_all_grade_at_the_same_time() -> None:
     # Each server holds its first response, after the start's call, until the other has one as well.
     both = asyncio.Barrier(2)
-    combined = talk(FakeRemote(None, both), FakeJudge(None, both), lambda g: g.grade("", "42", "42", {}))
+    combined = talk(FakeRemote(None, both), FakeJudge(None, both), lambda g: g.grade(Item("", "42", "42")))
     assert combined.failure is None
 
 
@@ -146,7 +149,7 @@ def test_the_short_form_is_one_rule_by_the_name_of_its_function(monkeypatch: pyt
         graders = Graders.open(Reward(fn=fn))
         try:
             await graders.start()
-            return await graders.grade("", response, "aaaa", {})
+            return await graders.grade(Item("", response, "aaaa"))
         finally:
             await graders.close()
 
@@ -162,7 +165,7 @@ def test_the_key_goes_to_the_servers_and_nowhere_else(
     monkeypatch.setenv("GRADERS_KEY", f"{KEY}\n")
     remote, judge = FakeRemote(None, (403, f"{KEY} may not")), FakeJudge()
     with caplog.at_level(0):
-        combined = talk(remote, judge, lambda g: g.grade("", "", "", {}), key_env="GRADERS_KEY")
+        combined = talk(remote, judge, lambda g: g.grade(Item("", "", "")), key_env="GRADERS_KEY")
     fakes: tuple[FakeGrader, ...] = (remote, judge)
     assert [set(fake.keys) for fake in fakes] == [{f"Bearer {KEY}"}] * 2
     assert combined.failure is not None and "403: [hidden] may not" in combined.failure
@@ -188,7 +191,7 @@ def test_a_grader_that_hangs_is_told_of_while_it_does(which: str, monkeypatch: p
             reward = Reward.model_validate({"timeout_s": 1.0, "graders": {"mine": settings[which]}})
             graders = Graders.open(reward, told.put_nowait)
             await graders.start()
-            grading = asyncio.create_task(graders.grade("", "hang", "", {}, "train.jsonl:17"))
+            grading = asyncio.create_task(graders.grade(Item("", "hang", "", {}, "train.jsonl:17")))
             line = await told.get()
             assert not grading.done(), "it is told of while it hangs"
             assert ((await grading).failure or "").startswith("mine: timeout")
@@ -205,7 +208,7 @@ def test_what_waits_for_a_server_that_hangs_is_given_up() -> None:
     common = {"concurrency": 3, "timeout_s": 0.3}
 
     async def call(graders: Graders) -> list[Combined]:
-        return await asyncio.gather(*(graders.grade("", "1", "2", {}, f"row {index}") for index in range(40)))
+        return await asyncio.gather(*(graders.grade(Item("", "1", "2", {}, f"row {index}")) for index in range(40)))
 
     graded = talk(remote, judge, call, **common)
     # One at the start, three at the same time, and at most one in the place of each of these before all have timed out.

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 import megarl
 from megarl.core.metrics import check_names
 from megarl.recipe.reward import Code, GraderSection, HttpGrader, Judge, Remote, Reward, Rule
-from megarl.rewards.grade import Grade
+from megarl.rewards.grade import Grade, Item
 from megarl.rewards.http import LONGEST_PAUSE_S, JsonClient
 from megarl.rewards.question import TEMPLATE, read_score
 from megarl.rewards.remote import GATHER_S, RemoteGrader
@@ -45,7 +45,7 @@ def test_the_server_grades() -> None:
             grader = RemoteGrader(client, batch=8, concurrency=1)
             await grader.start()
             try:
-                return [await grader.grade("6*7?", response, "42", {}) for response in ("It is 42 ", "It is 41")]
+                return [await grader.grade(Item("6*7?", response, "42")) for response in ("It is 42 ", "It is 41")]
             finally:
                 await grader.close()
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
-from megarl.rewards.grade import Grade
+from megarl.rewards.grade import Grade, Item
 from megarl.rewards.graders import GraderPool
 from megarl.rewards.printed import MOST_PRINTED
 
@@ -26,7 +26,7 @@ def pool(fn: str, workers: int = 1, timeout_s: float = 20.0, **keys: float) -> G
 def graded(responses: list[str], fn: str = ":naughty", workers: int = 1, timeout_s: float = 20.0) -> list[Grade]:
     async def run() -> list[Grade]:
         async with pool(fn, workers, timeout_s) as graders:
-            return await asyncio.gather(*(graders.grade("p", response, "aaaa", {}) for response in responses))
+            return await asyncio.gather(*(graders.grade(Item("p", response, "aaaa")) for response in responses))
 
     return asyncio.run(run())
 
@@ -43,7 +43,7 @@ def test_grades_come_back_to_those_who_asked() -> None:
 def test_a_function_that_names_it_is_told_whether_the_response_was_cut_off() -> None:
     async def run(fn: str) -> list[Grade]:
         async with pool(fn) as graders:
-            asked = (graders.grade("p", "aa", "aaaa", {}, truncated=truncated) for truncated in (False, True))
+            asked = (graders.grade(Item("p", "aa", "aaaa", {}, truncated=truncated)) for truncated in (False, True))
             return list(await asyncio.gather(*asked))
 
     assert asyncio.run(run(":whole")) == [Grade(1.0), Grade(0.0)]
@@ -53,7 +53,7 @@ def test_a_function_that_names_it_is_told_whether_the_response_was_cut_off() -> 
 def test_everything_comes_through_unchanged() -> None:
     async def run() -> Grade:
         async with pool(":echo") as graders:
-            return await graders.grade("p\0é", "r\n" * 100_000, "", {"a": [1, {"b": None}]})
+            return await graders.grade(Item("p\0é", "r\n" * 100_000, "", {"a": [1, {"b": None}]}))
 
     assert asyncio.run(run()) == Grade(1.0)
 
@@ -113,7 +113,7 @@ def rows_graded(asked: list[tuple[str, str]], workers: int = 1, timeout_s: float
 
     async def run() -> list[Grade]:
         async with pool(":naughty", workers, timeout_s) as graders:
-            return await asyncio.gather(*(graders.grade("p", response, "a", {}, row) for row, response in asked))
+            return await asyncio.gather(*(graders.grade(Item("p", response, "a", {}, row)) for row, response in asked))
 
     return asyncio.run(run())
 
@@ -143,8 +143,8 @@ def test_a_row_whose_responses_hang_is_given_up_and_the_others_are_graded() -> N
 def test_what_is_asked_for_after_others_were_given_up_is_tried() -> None:
     async def run() -> list[Grade]:
         async with pool(":naughty", timeout_s=0.3) as graders:
-            await asyncio.gather(*(graders.grade("", "hang", "", {}, f"row {index}") for index in range(9)))
-            return [await graders.grade("", response, "", {}, "row 1") for response in ("hang", "fine", "hang")]
+            await asyncio.gather(*(graders.grade(Item("", "hang", "", {}, f"row {index}")) for index in range(9)))
+            return [await graders.grade(Item("", response, "", {}, "row 1")) for response in ("hang", "fine", "hang")]
 
     assert [outcome(grade) for grade in asyncio.run(run())] == ["timeout", "graded", "timeout"]
 
@@ -153,7 +153,9 @@ def test_what_it_is_at_is_known() -> None:
     async def run() -> None:
         async with pool(":naughty", workers=2, timeout_s=5.0) as graders:
             assert graders.oldest() is None
-            under_way = [asyncio.create_task(graders.grade("", "hang", "", {}, row)) for row in ("a.jsonl:3", "b")]
+            under_way = [
+                asyncio.create_task(graders.grade(Item("", "hang", "", {}, row))) for row in ("a.jsonl:3", "b")
+            ]
             while (at := graders.oldest()) is None or at.for_s < 0.2:
                 await asyncio.sleep(0.01)
             assert at.row == "a.jsonl:3"
@@ -183,7 +185,7 @@ def test_the_deadline_does_not_count_the_wait_for_a_turn() -> None:
     async def run() -> list[Grade]:
         async with pool(":naughty", timeout_s=0.75) as graders:
             return await asyncio.gather(
-                *(graders.grade("", "hang", "", {}) for _ in range(2)), graders.grade("", "", "", {})
+                *(graders.grade(Item("", "hang", "")) for _ in range(2)), graders.grade(Item("", "", ""))
             )
 
     assert asyncio.run(run()) == [Grade(0.0, "timeout")] * 2 + [Grade(0.5)]
@@ -199,12 +201,12 @@ def test_closing_ends_every_process_and_refuses_what_is_left() -> None:
         graders = pool(":naughty", workers=2)
         await graders.start()
         assert len(children()) == 2
-        under_way = asyncio.create_task(graders.grade("", "hang", "", {}))
-        await graders.grade("", "", "", {})
+        under_way = asyncio.create_task(graders.grade(Item("", "hang", "")))
+        await graders.grade(Item("", "", ""))
         await graders.close()
         assert children() == []
         with pytest.raises(MegarlError, match="closed"):
-            await graders.grade("", "", "", {})
+            await graders.grade(Item("", "", ""))
         return (await asyncio.gather(under_way, return_exceptions=True))[0]
 
     assert isinstance(asyncio.run(run()), MegarlError)
@@ -214,8 +216,8 @@ def test_a_caller_that_gives_up_harms_nobody() -> None:
     async def run() -> Grade:
         async with pool(":naughty", timeout_s=0.75) as graders:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(graders.grade("", "hang", "", {}), timeout=0.05)
-            return await graders.grade("", "", "", {})
+                await asyncio.wait_for(graders.grade(Item("", "hang", "")), timeout=0.05)
+            return await graders.grade(Item("", "", ""))
 
     assert asyncio.run(run()) == Grade(0.5)
 
@@ -225,7 +227,7 @@ def test_what_a_hanging_function_started_dies_with_it(tmp_path: Path) -> None:
 
     async def run() -> Grade:
         async with pool(":spawn_and_hang", timeout_s=2.0) as graders:
-            return await graders.grade("", "", "", {"file": str(file)})
+            return await graders.grade(Item("", "", "", {"file": str(file)}))
 
     assert asyncio.run(run()) == Grade(0.0, "timeout")
     for pid in map(int, file.read_text().split()):
@@ -249,10 +251,11 @@ def test_killing_the_parent_ends_a_hanging_grader(tmp_path: Path) -> None:
     script = f"""
         import asyncio
         from pathlib import Path
+        from megarl.rewards.grade import Item
         from megarl.rewards.graders import GraderPool
         async def main():
             async with GraderPool("grading:spawn_and_hang", 1, 600, folder=Path({str(HERE)!r})) as graders:
-                await graders.grade("", "", "", {{"file": {str(file)!r}}})
+                await graders.grade(Item("", "", "", {{"file": {str(file)!r}}}))
         asyncio.run(main())
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])

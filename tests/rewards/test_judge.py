@@ -9,7 +9,7 @@ import pytest
 
 from megarl.core.errors import MegarlError
 from megarl.recipe.reward import Judge
-from megarl.rewards.grade import Grade
+from megarl.rewards.grade import Grade, Item
 from megarl.rewards.http import JsonClient
 from megarl.rewards.judge import JudgeGrader
 from megarl.rewards.question import compile_template
@@ -34,7 +34,7 @@ def talk(fake_with: Callable[[], FakeJudge], call: Callable[[JudgeGrader, FakeJu
 
 
 async def one(grader: JudgeGrader, _: FakeJudge) -> Grade:
-    return await grader.grade("1+1?", "two", "2", {"rubric": "be kind"})
+    return await grader.grade(Item("1+1?", "two", "2", {"rubric": "be kind"}))
 
 
 def test_a_response_is_graded_by_the_reply() -> None:
@@ -90,7 +90,7 @@ def test_a_hang_is_a_failure_and_a_busy_server_is_asked_again() -> None:
 
 def test_a_row_that_the_template_does_not_go_with_fails_alone() -> None:
     async def call(grader: JudgeGrader, _: FakeJudge) -> list[Grade]:
-        return [await grader.grade("", "", "", metadata) for metadata in ({}, {"rubric": "r"})]
+        return [await grader.grade(Item("", "", "", metadata)) for metadata in ({}, {"rubric": "r"})]
 
     without, with_it = talk(FakeJudge, call, template="{{ metadata.rubric }}")
     assert without.failure is not None and "the template does not go with this row" in without.failure

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from megarl.core.errors import MegarlError
-from megarl.rewards.grade import Grade
+from megarl.rewards.grade import Grade, Item
 from megarl.rewards.http import JsonClient
 from megarl.rewards.remote import RemoteGrader
 from tests.support.fake_graders import DROP, HANG, FakeRemote
@@ -39,7 +39,7 @@ def talk(
 
 
 async def grade_all(grader: RemoteGrader, responses: list[str]) -> list[Grade]:
-    return await asyncio.gather(*(grader.grade("p", response, "a", {"n": 1}) for response in responses))
+    return await asyncio.gather(*(grader.grade(Item("p", response, "a", {"n": 1})) for response in responses))
 
 
 def length(item: dict[str, Any]) -> float:
@@ -58,7 +58,7 @@ def test_grades_come_back_to_those_who_asked_in_few_requests() -> None:
 
 def test_an_item_has_everything_that_a_rule_gets() -> None:
     async def call(grader: RemoteGrader, fake: FakeRemote) -> Any:
-        await grader.grade("p\0é", "r", "a", {"rubric": [1, None]}, truncated=True)
+        await grader.grade(Item("p\0é", "r", "a", {"rubric": [1, None]}, truncated=True))
         return fake.bodies
 
     item = {"prompt": "p\0é", "response": "r", "answer": "a", "metadata": {"rubric": [1, None]}, "truncated": True}
@@ -71,7 +71,7 @@ def test_one_response_waits_only_a_moment_for_others() -> None:
         seconds = []
         for _ in range(20):
             began = time.perf_counter()
-            await grader.grade("p", "r", "a", {})
+            await grader.grade(Item("p", "r", "a"))
             seconds.append(time.perf_counter() - began)
         return min(seconds)
 
@@ -150,7 +150,7 @@ def test_nobody_waits_for_ever_where_the_client_breaks(monkeypatch: pytest.Monke
         raise RuntimeError("broken")
 
     async def call(grader: RemoteGrader, _: FakeRemote) -> list[Any]:
-        asked = [grader.grade("", str(n), "", {}) for n in range(3)]
+        asked = [grader.grade(Item("", str(n), "")) for n in range(3)]
         return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), timeout=5)
 
     monkeypatch.setattr(JsonClient, "post", broken)
@@ -160,7 +160,7 @@ def test_nobody_waits_for_ever_where_the_client_breaks(monkeypatch: pytest.Monke
 def test_a_caller_that_gives_up_harms_nobody() -> None:
     async def call(grader: RemoteGrader, _: FakeRemote) -> list[Grade]:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(grader.grade("", "a", "", {}), timeout=0.05)
+            await asyncio.wait_for(grader.grade(Item("", "a", "")), timeout=0.05)
         return await grade_all(grader, ["b"])
 
     assert talk(lambda: FakeRemote(HANG), call, timeout_s=0.3) == [Grade(1.0)]
@@ -168,7 +168,7 @@ def test_a_caller_that_gives_up_harms_nobody() -> None:
 
 def test_what_is_given_up_before_it_was_sent_is_not_graded() -> None:
     async def call(grader: RemoteGrader, fake: FakeRemote) -> list[str]:
-        grading = [asyncio.create_task(grader.grade("p", name, "a", {})) for name in ("sent", "given up", "waits")]
+        grading = [asyncio.create_task(grader.grade(Item("p", name, "a"))) for name in ("sent", "given up", "waits")]
         while not fake.bodies:
             await asyncio.sleep(0)
         grading[1].cancel()
@@ -180,12 +180,12 @@ def test_what_is_given_up_before_it_was_sent_is_not_graded() -> None:
 
 def test_closing_refuses_what_is_under_way_and_what_waits() -> None:
     async def call(grader: RemoteGrader, fake: FakeRemote) -> list[Any]:
-        tasks = [asyncio.create_task(grader.grade("", str(n), "", {})) for n in range(3)]
+        tasks = [asyncio.create_task(grader.grade(Item("", str(n), ""))) for n in range(3)]
         while not fake.bodies:
             await asyncio.sleep(0)
         await grader.close()
         with pytest.raises(MegarlError, match="closed"):
-            await grader.grade("", "", "", {})
+            await grader.grade(Item("", "", ""))
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     found = talk(lambda: FakeRemote(HANG), call, batch=1, concurrency=1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.rewards import worker
-from megarl.rewards.grade import MOST_SHOWN, Grade
+from megarl.rewards.grade import MOST_SHOWN, Grade, Item
 from megarl.rewards.resolve import resolve_reward
 from megarl.rewards.worker import Loop
 
@@ -19,7 +19,7 @@ naughty = resolve_reward("grading:naughty", Path(__file__).parent)
 
 def grade(function: Callable[..., Any], *asked: Any) -> Grade:
     with Loop() as loop:
-        return worker.grade(function, loop.run, (*asked, False))
+        return worker.grade(function, loop.run, Item(*asked))
 
 
 class Odd:
@@ -77,11 +77,11 @@ def test_a_coroutine_is_waited_for_on_one_loop_and_its_errors_are_the_functions(
 
     with Loop() as loop:
         for function in (later, functools.wraps(later)(lambda **given: later(**given))):
-            assert worker.grade(function, loop.run, ("", "2", "", {}, False)) == Grade(0.5)
-            failure = worker.grade(function, loop.run, ("", "0", "", {}, False)).failure
+            assert worker.grade(function, loop.run, Item("", "2", "")) == Grade(0.5)
+            failure = worker.grade(function, loop.run, Item("", "0", "")).failure
             assert failure == "error: ZeroDivisionError: float division by zero"
         assert len(loops) == 1
-        nested = worker.grade(lambda **given: asyncio.run(later(**given)), loop.run, ("", "1", "", {}, False))
+        nested = worker.grade(lambda **given: asyncio.run(later(**given)), loop.run, Item("", "1", ""))
         assert nested == Grade(1.0)
 
 

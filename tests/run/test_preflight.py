@@ -389,17 +389,19 @@ def test_an_answer_that_a_built_in_rule_cannot_compare_with_is_refused_where_one
 
 def test_rows_that_no_grader_is_for_are_named_and_those_held_out_as_well(place: Place) -> None:
     place.write_rows(*({"prompt": f"{n}+1", "answer": "", "kind": ("sum", "word")[n % 2]} for n in range(4)))
-    held_out = place.root / "held_out.jsonl"
+    held_out = place.root / "held_out" / place.data.name  # rows with the same ids
+    held_out.parent.mkdir()
     held_out.write_text('{"prompt": "1", "answer": "1", "kind": "sum"}\n')
     found = run(place, GRADERS, f"data.eval={held_out}", "eval.grader=math")
     assert any("4 rows have an empty answer, by which math finds no response right" in line for line in found.lines())
     with pytest.raises(
-        UserError, match=r"exact does not grade every held-out row that .* leaves out held_out\.jsonl:1"
+        UserError, match=r"exact does not grade every held-out row that .* leaves out .*held_out/train\.jsonl, line 1"
     ):
         run(place, GRADERS, f"data.eval={held_out}", "eval.grader=exact")
     by_set = ("eval.set_key=kind", "eval.sets={sum: {grader: exact}}")
     with pytest.raises(
-        UserError, match=r"`eval.sets.sum.grader`: exact does not grade every held-out row that .*:1, which"
+        UserError,
+        match=r"`eval.sets.sum.grader`: exact does not grade every held-out row that .*held_out/train.jsonl, line 1, which",
     ):
         run(place, GRADERS, f"data.eval={held_out}", *by_set)
     by_all = ("eval.grader=exact", "eval.set_key=kind", "eval.sets={sum: {max_response_tokens: 4}}")
@@ -409,7 +411,7 @@ def test_rows_that_no_grader_is_for_are_named_and_those_held_out_as_well(place: 
         run(place, GRADERS, f"data.eval={held_out}", "eval.grader=math", *by_set)
     held_out.write_text('{"prompt": "1", "answer": "1", "kind": "verse"}\n')
     with pytest.raises(
-        UserError, match=r"held_out\.jsonl:1: no grader with a weight grades this row, .*'kind' is 'verse'"
+        UserError, match=r"held_out/train\.jsonl, line 1: no grader with a weight grades this row, .*'kind' is 'verse'"
     ):
         run(place, GRADERS, f"data.eval={held_out}")
 
@@ -428,7 +430,7 @@ def test_a_reward_model_rewards_rows_that_are_trained_on_alone_and_only_where_it
     check_graded(scored, [word, verse], [word])
     with pytest.raises(UserError, match=r"a\.jsonl:1: no grader with a weight"):
         check_graded(scored, [word], [verse])
-    with pytest.raises(UserError, match=r"a\.jsonl:1: no grader with a weight"):
+    with pytest.raises(UserError, match=r"a\.jsonl, line 1: no grader with a weight"):
         check_graded(measured, [word, verse], [])
 
 
@@ -467,6 +469,6 @@ def test_tools_alone_reward_no_row(place: Place) -> None:
         Prompt(f"a.jsonl:{at}", ids, "1", "1", {"kind": kind}) for at, kind in enumerate(("sum", "word", "verse"), 1)
     ]
     tools = ["agent.tools=[python]", "agent.tool_parser=qwen25"]
-    with pytest.raises(UserError, match=r"a\.jsonl:3: no grader with a weight"):
+    with pytest.raises(UserError, match=r"a\.jsonl, line 3: no grader with a weight"):
         check_graded(load_recipe(place.recipe, [GRADERS, *tools]).recipe, rows, ())
     check_graded(load_recipe(place.recipe, [GRADERS, "agent.environment=guess_number"]).recipe, rows, ())

@@ -10,7 +10,7 @@ import numpy as np
 
 from megarl.core.types import VersionSpan
 from megarl.recipe.reward import Code
-from megarl.rewards.grade import Grade, failed
+from megarl.rewards.grade import Grade, Item, failed
 from megarl.serving.answers import Generation
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.sampling import Sampling
@@ -82,13 +82,13 @@ class Client:
         self._book.cuts += 1
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None, deadline_s: float = 0.0) -> Any:
-        """The only server, and a call of the first tool in every third text."""
+        """The only server, and two calls of the first tool in every third text."""
         if path == "/workers":
             return {"workers": [{"url": self.endpoint.url}]}
         if path != "/parse_function_call" or body is None:
             return {}
         self._book.note("parse", body["tool_call_parser"], body["text"])
-        calls = [{"name": body["tools"][0]["function"]["name"], "parameters": "{}"}]
+        calls = [{"name": body["tools"][0]["function"]["name"], "parameters": "{}"}] * 2
         return {"normal_text": body["text"], "calls": calls if len(body["text"]) % 3 == 0 else []}
 
     async def close(self) -> None:
@@ -111,13 +111,12 @@ class Pool:
     async def start(self) -> None:
         return None
 
-    async def grade(
-        self, prompt: str, response: str, answer: str, metadata: dict[str, Any], row: str = "", truncated: bool = False
-    ) -> Grade:
+    async def grade(self, item: Item) -> Grade:
         """Two functions differ, and a response's score depends on it, but for prompts that all answer equally badly.
 
         Some responses to one prompt get no grade.
         """
+        prompt, response, answer = item.prompt, item.response, str(item.answer)
         said = int(response) if response.isdigit() else len(response)  # what episodes say is a text
         if answer in ("6", "1009") and said == 1:
             return failed("error: ValueError: no grade for this one")

@@ -136,6 +136,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(samples.ray, "remote", fake.remote)  # type: ignore[attr-defined]
         patch.setattr(samples.ray, "wait", fake.wait)  # type: ignore[attr-defined]
         patch.setattr(waits.ray, "get", fake.get)  # type: ignore[attr-defined]
+        patch.setattr(collectors, "own_address", lambda: "127.0.0.2")
         for module in (collectors, coordinator, feeder):
             patch.setattr(module, "configure_process", lambda spec: ProcessFacts(1, "host"))
         patch.setattr(waits.Waiter, "wait", _method(_waited, book, fake))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -62,7 +63,7 @@ class Talk:
 
 
 async def converse(base_url: str, key: str, row: EpisodeRow) -> float:
-    """A harness of two turns; what the model is called is worth something."""
+    """A harness of two turns; what the model is called is worth something, and the address where it is asked."""
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session:
         async with session.get(f"{base_url}/models") as answer:
             name = (await answer.json())["data"][0]["id"]
@@ -73,7 +74,7 @@ async def converse(base_url: str, key: str, row: EpisodeRow) -> float:
                 if answer.status != 200:
                     return 0.0
                 messages += [(await answer.json())["choices"][0]["message"], {"role": "user", "content": "on"}]
-    return float(len(name))
+    return float(len(name)) + int(str(urlsplit(base_url).hostname)[-1])
 
 
 async def shout(base_url: str, key: str, row: EpisodeRow) -> float:
