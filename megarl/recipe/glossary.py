@@ -158,6 +158,7 @@ ENTRIES = (
     Entry("eval.before", "val_before_train", "skip_eval_before_train", "", "", "the opposite of slime's", nemo_rl="val_at_start"),
     Entry("eval.every", "test_freq", "eval_interval", "eval_steps", "eval_steps", nemo_rl="val_period"),
     Entry("eval.samples_per_prompt", "val_kwargs.n", "n_samples_per_eval_prompt", "num_generations_eval", "eval_n_samples_per_prompt"),
+    Entry("eval.max_prompts", "val_max_samples", "", "", "", "or, of one set, eval.sets.NAME.max_prompts", nemo_rl="max_val_samples"),
     Entry("eval.sets", "", "eval_config", "", "", "a section by a set's name"),
     Entry("eval.set_key", "data_source", "", "", "datasource"),
     Entry("eval.temperature", "val_kwargs.temperature", "eval_temperature", "", "eval_temperature"),

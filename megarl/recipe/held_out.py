@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from megarl.core.types import Prompt
 from megarl.recipe.section import PositiveInt, Section
 
 Temperature = Annotated[float, Field(ge=0)]
@@ -25,6 +27,9 @@ class EvalSet(Section):
     samples_per_prompt: PositiveInt | None = Field(
         None, description="answers to each prompt; default: eval.samples_per_prompt"
     )
+    max_prompts: PositiveInt | None = Field(
+        None, description="only the first so many rows of the set, beside those that eval.max_prompts counts"
+    )
     grader: str | None = Field(None, description="grader whose score says what is right; default: eval.grader")
 
 
@@ -42,7 +47,9 @@ class Eval(Section):
     samples_per_prompt: PositiveInt = Field(
         1, description="answers to each prompt; above 1 there is eval/pass_at_K, too: right where one of K is"
     )
-    max_prompts: PositiveInt | None = Field(None, description="only the first so many rows")
+    max_prompts: PositiveInt | None = Field(
+        None, description="only the first so many rows, but for sets with a number of their own"
+    )
     overlap: bool = Field(
         False,
         description="training goes on meanwhile, up to the next weight sync; the figures are written one step later",
@@ -60,6 +67,22 @@ class Eval(Section):
         """How the rows of that set are asked."""
         own = self.sets.get(name)
         return self if own is None else self.model_copy(update=own.model_dump(exclude_none=True))
+
+    def asked(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """Those of the rows that are asked: the first of each set that has a number of its own, and of all others together."""
+        own = {name: each.max_prompts for name, each in self.sets.items() if each.max_prompts is not None}
+        if not own:
+            return prompts[: self.max_prompts]
+        kept: list[Prompt] = []
+        counts: Counter[str | None] = Counter()
+        for prompt in prompts:
+            said = prompt.metadata.get(self.set_key) if self.set_key is not None else None
+            name = said if isinstance(said, str) and said in own else None
+            most = self.max_prompts if name is None else own[name]
+            if most is None or counts[name] < most:
+                kept.append(prompt)
+                counts[name] += 1
+        return kept
 
     def of_row(self, fields: Mapping[str, Any]) -> Eval:
         """How a row is asked. fields: its own, which name its set where set_key says so."""

@@ -119,7 +119,7 @@ class Collector:
         load = partial(load_prompts, tokenizer=tokenizer, data=recipe.data, answered=recipe.agent is None)
         held_out: Sequence[Prompt] = ()
         if recipe.data.eval is not None:
-            held_out = load(recipe.data.eval).prompts[: recipe.eval.max_prompts]
+            held_out = recipe.eval.asked(load(recipe.data.eval).prompts)
         notices = Notices()
         return cls(
             recipe,

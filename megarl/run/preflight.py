@@ -379,6 +379,6 @@ def _eval_rows(recipe: Recipe, model: ModelConfig, tool_tokens: int) -> tuple[Se
     if recipe.data.eval is None:
         return (), ()
     prompts = checked_prompts(recipe, recipe.data.eval, model)
-    asked = prompts.prompts[: recipe.eval.max_prompts]
+    asked = recipe.eval.asked(prompts.prompts)
     check_sets(recipe, recipe.data.eval, prompts.prompts, asked)
     return asked, row_notes(recipe, recipe.data.eval, prompts, tool_tokens)

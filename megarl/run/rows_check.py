@@ -76,7 +76,7 @@ def label_notes(recipe: SupervisedRecipe, rows: Rows, sets: RowsBySet) -> tuple[
 def check_sets(recipe: Recipe, path: Path, rows: Sequence[Prompt], prompts: Sequence[Prompt]) -> None:
     """Raises UserError where held-out rows name no set or too many of them, and where one of eval.sets has no row.
 
-    rows: of the file. prompts: those of them that are asked: eval.max_prompts may leave out all of a set.
+    rows: of the file. prompts: those of them that are asked (`Eval.asked`): eval.max_prompts may leave out all of a set.
     """
     key, sets = recipe.eval.set_key, set()
     if key is None:

@@ -309,7 +309,7 @@ TRAIN: dict[str, Sequence[str]] = {
             "set_key": ["question"],
             "sets": [
                 *("{a: {temperature: 1.0}}", "{a: {top_p: 0.5}}", "{a: {top_k: 5}}", "{b: {samples_per_prompt: 2}}"),
-                *("{b: {max_response_tokens: 8}}", "{b: {grader: rule}}"),
+                *("{b: {max_response_tokens: 8}}", "{b: {grader: rule}}", "{b: {max_prompts: 1}}"),
             ],
             "overlap": ["true"],
         },

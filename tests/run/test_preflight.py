@@ -365,6 +365,13 @@ def test_held_out_rows_say_which_set_they_are_of(place: Place) -> None:
     own = "eval.sets={aime: {max_response_tokens: 4}}"
     assert run(place, *key, own).eval_rows == 2
     assert run(place, *key, own, "eval.max_prompts=1").eval_rows == 1  # none of aime's, which has rows all the same
+    write("aime", "gsm8k", "aime", "math", "gsm8k", "aime", "math")
+    for most, own, asked in (
+        ("null", "{aime: {max_prompts: 2}}", 6),
+        (3, "{aime: {max_prompts: 2}}", 2 + 3),
+        (1, "{aime: {max_prompts: 9}, math: {max_prompts: 1}}", 3 + 1 + 1),
+    ):
+        assert run(place, *key, f"eval.max_prompts={most}", f"eval.sets={own}").eval_rows == asked
     write(*map(str, range(65)))
     with pytest.raises(UserError, match=r"has 65 different values, such as '0' and '9': .* at most 64"):
         run(place, *key)
