@@ -149,7 +149,12 @@ def distill_loss(logprobs: Tensor, old_logprobs: Tensor, teacher_logprobs: Tenso
 
 
 def distill_top_loss(
-    logprobs: Tensor, old_logprobs: Tensor, top_logprobs: Tensor, teacher_top_logprobs: Tensor, distill_beta: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    top_logprobs: Tensor,
+    teacher_top_logprobs: Tensor,
+    distill_beta: float,
+    distill_forward_weight: float | None = None,
 ) -> PolicyLoss:
     """How far policy and teacher are apart, over the teacher's k likeliest tokens and, as one more class, all others.
 
@@ -157,12 +162,15 @@ def distill_top_loss(
     Jensen-Shannon divergence (arXiv 2306.13649, equation 1). At the ends, where that is 0, stand the limits of its quotients by
     beta and by 1 - beta: at 0 the forward KL(P || Q), at 1 the reverse KL(Q || P). It is at most that over the whole
     vocabulary. Its gradient needs no samples, and none goes through which positions the policy comes to.
+    With distill_forward_weight = w it is w KL(P || Q) + (1 - w) KL(Q || P) in the place of all that.
 
     logprobs, old_logprobs: [T], for the ratio alone, which is reported and not used. top_logprobs, teacher_top_logprobs:
     [T, k + 1], natural log, the last that of all other tokens; only top_logprobs receives a gradient.
     """
     policy, teacher = top_logprobs, teacher_top_logprobs.detach()
-    if distill_beta == 0:
+    if distill_forward_weight is not None:
+        loss = distill_forward_weight * _kl(teacher, policy) + (1 - distill_forward_weight) * _kl(policy, teacher)
+    elif distill_beta == 0:
         loss = _kl(teacher, policy)
     elif distill_beta == 1:
         loss = _kl(policy, teacher)

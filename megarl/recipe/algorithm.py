@@ -110,6 +110,11 @@ class Algorithm(Section):
         description="divergence from the teacher: 1 is the reverse KL(policy || teacher), 0 the forward, between them the "
         "generalized Jensen-Shannon; distill_top",
     )
+    distill_forward_weight: Fraction | None = Field(
+        None,
+        description="in the place of distill_beta: of a sum of both KLs the weight of the forward one, the reverse has the rest; "
+        "distill_top",
+    )
     settings: dict[str, float] = Field({}, description="further parameters of functions named by import path")
     kl_coef: Annotated[float, Field(ge=0)] = Field(
         0.0, description="weight of the KL to the reference; 0: no reference model"

@@ -132,6 +132,12 @@ def _unheld(algorithm: Algorithm) -> str:
 ALGORITHM_UNREAD: tuple[Unread, ...] = (
     *map(_setting, SETTINGS),
     Unread(
+        ("algorithm.distill_beta",),
+        lambda r, _: r.algorithm.distill_forward_weight is None,
+        "algorithm.distill_forward_weight is in its place: remove that one",
+        RL,
+    ),
+    Unread(
         ("algorithm.advantage", "algorithm.advantage_clip", "algorithm.correction"),
         lambda _, asked: asked.advantages,
         lambda r, _: _no_advantages(r),

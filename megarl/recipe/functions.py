@@ -31,7 +31,10 @@ ADVANTAGE, POLICY_LOSS = "algorithm.advantage", "algorithm.policy_loss"
 ADVANTAGES: Mapping[str, Callable[..., Any]] = MappingProxyType({**SAMPLE_ADVANTAGES, **TOKEN_ADVANTAGES})
 ADVANTAGE_INPUTS: Mapping[str, str] = MappingProxyType({**SAMPLE_INPUTS, **TOKEN_INPUTS})
 # The keys of the section that a function may ask for, beside those of algorithm.settings.
-SETTINGS = ("normalize_std", "gamma", "lam", "clip_low", "clip_high", "dual_clip", "distill_beta")
+SETTINGS = (
+    *("normalize_std", "gamma", "lam", "clip_low", "clip_high", "dual_clip"),
+    *("distill_beta", "distill_forward_weight"),
+)
 # Inputs that a role of the run has to make, and the keys that bring it.
 ROLE_INPUTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {

@@ -97,6 +97,7 @@ ENTRIES = (
     Entry("algorithm.policy_loss", "loss_mode", "", "importance_sampling_level", "", "TRL's level: gspo; verl's geo_mean: gmpo", nemo_rl="sequence_level_importance_ratios"),
     Entry("algorithm.distill_top_k", note="of the teacher's likeliest tokens; all others are one class more", nemo_rl="topk_logits_k"),
     Entry("algorithm.distill_beta", note="1 reverse, 0 forward", nemo_rl="kl_type"),
+    Entry("algorithm.distill_forward_weight", note="where their kl_type is mixed", nemo_rl="mixed_kl_weight"),
     Entry("algorithm.clip_low", "clip_ratio clip_ratio_low", "eps_clip", "epsilon", "eps_clip eps_clip_low_high", nemo_rl="ratio_clip_min"),
     Entry("algorithm.clip_high", "clip_ratio clip_ratio_high", "eps_clip eps_clip_high", "epsilon epsilon_high", "eps_clip eps_clip_low_high", "0.2 by default, whatever clip_low is", nemo_rl="ratio_clip_max"),
     Entry("algorithm.dual_clip", "clip_ratio_c", "eps_clip_c", "delta", "dual_clip", nemo_rl="ratio_clip_c"),

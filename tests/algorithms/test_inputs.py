@@ -60,7 +60,7 @@ def test_a_parameter_that_nothing_fills_is_refused() -> None:
         check_function(lambda: 0, SAMPLE_INPUTS, [], "algorithm.advantage: odd")
 
 
-SETTINGS = ("normalize_std", "clip_low", "clip_high", "distill_beta")
+SETTINGS = ("normalize_std", "clip_low", "clip_high", "distill_beta", "distill_forward_weight")
 
 
 @pytest.mark.parametrize("name", SAMPLE_ADVANTAGES)

@@ -262,6 +262,9 @@ def test_distill_top_hand_computed() -> None:
     # beta 1/4: the middle has 0.6 and 0.4.
     skewed = 0.25 * (0.9 * math.log(1.5) + 0.1 * math.log(0.25)) + 0.75 * (0.5 * math.log(5 / 6) + 0.5 * math.log(1.25))
     assert float(distill_top(policy, teacher, 0.25)) == pytest.approx(skewed, rel=1e-5)
+    # A sum of the two, of which the forward one has a quarter.
+    mixed = distill_top_loss(policy[:, 0], policy[:, 0], policy, teacher, 1.0, distill_forward_weight=0.25).loss
+    assert float(mixed) == pytest.approx(0.25 * expected[0] + 0.75 * expected[1], rel=1e-5)
 
 
 def test_distill_top_s_gradients_are_those_of_the_formulas() -> None:

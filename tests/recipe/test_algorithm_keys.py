@@ -73,6 +73,7 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"dual_clip": 1.1},
     {"distill_top_k": 3},
     *({"distill_beta": beta} for beta in (0.0, 0.5)),
+    {"distill_forward_weight": 0.5},
     {"settings": {"eps": 1.0}},
     {"kl_coef": 0.3},
     *({"kl_kind": kind} for kind in ("k1", "k2", "abs")),

@@ -17,6 +17,7 @@ from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import SftRecipe
 
 DISTILL = ("algorithm.policy_loss=distill", "teacher.path=m")
+TOP = ("algorithm.policy_loss=distill_top", "teacher.path=m")
 DISTILLED = ("algorithm.advantage=distill", "teacher.path=m")
 DETERMINISTIC = ("rollout.deterministic=true", "cluster.platform=cpu")
 REMOTE = "reward.graders.x={kind: remote, url: 'http://h'}"
@@ -52,6 +53,11 @@ UNREAD = [
     (["teacher.path=m"], ["algorithm.policy_loss=distill"]),
     ([*DISTILL, "algorithm.distill_top_k=8"], ["algorithm.policy_loss=distill_top"]),
     (["algorithm.distill_beta=0.5"], ["algorithm.policy_loss=distill_top", "teacher.path=m"]),
+    (["algorithm.distill_forward_weight=0.5"], ["algorithm.policy_loss=distill_top", "teacher.path=m"]),
+    (
+        [*TOP, "algorithm.distill_forward_weight=0.5", "algorithm.distill_beta=0.5"],
+        ["algorithm.distill_forward_weight=null"],
+    ),
     (["reference.refresh_every=2"], ["algorithm.kl_coef=0.1"]),
     (["algorithm.advantage=rloo", "algorithm.normalize_std=true"], ["algorithm.advantage=egpo"]),
     *(
