@@ -19,6 +19,7 @@ from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Worker
 from megarl.core.errors import DeadlineError, MegarlError
 from megarl.core.log import get_logger
+from megarl.serving.answers import split_label
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.external import ExternalPool, ModelFacts, suited
 from megarl.serving.vigil import Vigil
@@ -39,6 +40,7 @@ class ExternalActor(ServerCalls):
         super().__init__(server)
         self._expected = expected
         self._answer_s = answer_s
+        self._taken = False
 
     async def start(self, deadline_s: float) -> Started:
         """Wait until the server answers, and serves what it should. Raises DeadlineError with what was wrong last.
@@ -49,7 +51,9 @@ class ExternalActor(ServerCalls):
         while True:
             try:
                 self._endpoint = replace(await suited(self._endpoint, self._expected), since=time.time())
+                self._taken = True
                 await self._release()
+                await self._mark(self._endpoint)
                 return Started(NO_PID, self._facts, self._endpoint)
             except MegarlError as error:
                 if time.monotonic() > end:
@@ -78,9 +82,12 @@ class ExternalActor(ServerCalls):
                     return trouble
 
     async def stop(self) -> None:
-        """Let go of the server, which goes on without this run."""
+        """Let go of the server, which goes on without this run; of one that was never its own there is nothing to let go of."""
+        if not self._taken:
+            return
         try:
             await self._release()
+            await self._mark(replace(self._endpoint, run=""))
         except MegarlError as error:
             log.warning("%s (%s) was not let go of in order: %s", self._endpoint.name, self._endpoint.url, error)
 
@@ -89,6 +96,15 @@ class ExternalActor(ServerCalls):
             await client.close_weight_update(RELEASE_S)
             await client.resume(RELEASE_S)
         self._paused = False
+
+    async def _mark(self, as_of: ServerEndpoint) -> None:
+        """Have the server say, beside its version, which run sends it weights: none, where the endpoint has none."""
+        if not self._endpoint.run:
+            return
+        async with ServerClient(as_of) as client:
+            version, run = split_label(await client.weight_version(RELEASE_S))
+            if run in ("", self._endpoint.run):
+                await client.set_weight_version(version, RELEASE_S)
 
     async def _nobody_listens(self) -> str:
         """Why no connection can be made; empty where one can, or where it is not known."""

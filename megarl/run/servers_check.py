@@ -4,6 +4,7 @@ else started answer, serve the recipe's model, and are where a run may speak wit
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
 import socket
@@ -21,6 +22,7 @@ from megarl.models.fp8_weights import check_servable
 from megarl.models.lora_served import ServedLora, served_lora
 from megarl.models.lora_settings import LoraSettings
 from megarl.recipe.rollout_rules import longest_served
+from megarl.recipe.run import Run
 from megarl.recipe.schema import Recipe
 from megarl.rewards.check import read_key
 from megarl.serving.server_flags import SPARE_TOKENS, check_server_args
@@ -34,7 +36,7 @@ SEPARATE_EXPERTS = "--disable-shared-experts-fusion"
 ALL_SPARSE = ("qwen2_moe", "qwen3_moe")  # families that SGLang builds with experts in all layers
 ATTENTION = "-attention-backend"  # and of prefill and decode apart
 SLIDING_FAMILIES = ("gemma3",)  # whose windows SGLang keeps to
-NO_HEAD_DIM = ("qwen2_moe", "mixtral")
+NO_HEAD_DIM = ("qwen2_moe", "mixtral")  # families that SGLang builds without it
 OWN_HEADS = ("qwen2_moe", "glm4_moe", "glm4_moe_lite")  # families that SGLang builds with a head of its own
 HUB_CACHE = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/COMMIT
 
@@ -76,6 +78,7 @@ def check_servers(
         device=platform.device,
         weight_version=OWN_WEIGHTS if own_weights else "",
         routing=recipe.actor.routing_replay,
+        run="" if own_weights else run_mark(recipe.run),
     )
     return check_external(external.urls, key, expected)
 
@@ -205,6 +208,12 @@ def _check_hashes(recipe: Recipe, model: ModelConfig, platform: Platform) -> Non
             f"`sync.verify`: on {platform.name} SGLang may hold the model's shared experts among the others, and hashes of "
             f"that are not known. Add {SEPARATE_EXPERTS} to rollout.server_args, or set sync.verify to probe."
         )
+
+
+def run_mark(run: Run) -> str:
+    """What tells a run's weights at a server from another run's: the same each time that it goes on."""
+    folder = hashlib.sha256(os.fsencode(run.folder.absolute())).hexdigest()[:8]
+    return f"{run.name}-{folder}"
 
 
 def model_name(folder: Path) -> str:

@@ -32,6 +32,8 @@ NO_TOKEN = "NaN happened"
 
 SHOWN = 200  # characters of an answer that an error shows
 
+OF_RUN = "@"  # between a version and the run that sends weights
+
 T = TypeVar("T")
 _MISSING = object()
 
@@ -233,10 +235,23 @@ def _floats(values: Sequence[Any], name: str, where: str) -> FloatArray:
         ) from error
 
 
+def version_label(version: int | str, run: str) -> str:
+    """What a server is told of the version of its weights: beside it, where one is given, the run that sends them."""
+    return f"{version}{OF_RUN}{run}" if run else str(version)
+
+
+def split_label(label: str) -> tuple[str, str]:
+    """The version and the run of `version_label`; without one the run is empty."""
+    version, _, run = label.partition(OF_RUN)
+    return version, run
+
+
 def _versions(meta: dict[str, Any], count: int, where: str) -> tuple[VersionSpan, ...]:
     rows = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": count}]
     try:
-        spans = tuple(VersionSpan(int(row["version"]), int(row["start"]), int(row["end"])) for row in rows)
+        spans = tuple(
+            VersionSpan(int(split_label(str(row["version"]))[0]), int(row["start"]), int(row["end"])) for row in rows
+        )
     except (TypeError, KeyError, ValueError) as error:
         raise AnswerError(
             f"{where}: weight versions are {shown(orjson.dumps(rows))}; a version is a number here. Start the server with "

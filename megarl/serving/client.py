@@ -52,7 +52,8 @@ class ServerEndpoint:
     """Where a server (or the router) answers. tp: its tensor-parallel size: its ranks in a weight sync.
 
     api_key: empty for one that wants none. shares_devices: its devices are ranks' as well. since: what tells one that came back
-    at the same address from the one before. adapter: LoRA adapters that requests are answered with; none where empty.
+    at the same address from the one before. adapter: LoRA adapters that requests are answered with; none where empty. run: who
+    sends it weights, as `answers.version_label` has it, where another run could, too.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ServerEndpoint:
     shares_devices: bool = False
     since: float = 0.0
     adapter: str = ""
+    run: str = ""
 
 
 class ServerError(MegarlError):
@@ -344,14 +346,17 @@ class ServerClient:
         body = {
             "model_path": str(folder),
             "load_format": "safetensors",
-            "weight_version": str(version),
+            "weight_version": answers.version_label(version, self.endpoint.run),
             "flush_cache": flush_cache,
         }
         await self._post("/update_weights_from_disk", body, deadline_s)
 
-    async def set_weight_version(self, version: int, deadline_s: float = CALL_S) -> None:
-        """Have the server write this version into its answers, for the tokens that it makes from now on."""
-        body = {"new_version": str(version), "abort_all_requests": False}
+    async def set_weight_version(self, version: int | str, deadline_s: float = CALL_S) -> None:
+        """Have the server write this version into its answers, for the tokens that it makes from now on.
+
+        Beside it the run that sends weights, where the endpoint says one.
+        """
+        body = {"new_version": answers.version_label(version, self.endpoint.run), "abort_all_requests": False}
         await self._post("/update_weight_version", body, deadline_s)
 
     def _what(self, path: str) -> str:

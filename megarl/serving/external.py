@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from megarl.core.errors import DeadlineError, MegarlError, UnfitServerError, UserError
 from megarl.recipe.rules import STORES
-from megarl.serving.answers import AnswerError, field
+from megarl.serving.answers import AnswerError, field, split_label
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
 
 ANSWER_S = 10.0
@@ -29,7 +29,7 @@ class ModelFacts:
     context: longest sequence, in tokens. probe_ids: PROBE in its tokenizer. sglang: the version of SGLang. device: cuda or cpu.
     weight_version: of its weights now. tp: its tensor-parallel size; replicas: copies of the model that one address answers for;
     stages: of its pipeline. routing: whether it returns which experts it chose. store: the flag by which it keeps keys and values
-    where no weight update empties them.
+    where no weight update empties them. run: which run sends it weights, or did when it was killed; empty: none.
     """
 
     name: str
@@ -44,6 +44,7 @@ class ModelFacts:
     stages: int = 1
     routing: bool = False
     store: str = ""
+    run: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ async def identify(endpoint: ServerEndpoint, deadline_s: float = ANSWER_S) -> Mo
         server = await client.ask("/server_info", deadline_s=deadline_s)
         tokens = await client.ask("/tokenize", {"prompt": PROBE}, deadline_s)
     what = f"{endpoint.name} ({endpoint.url})"
+    version, run = split_label(field(model, "weight_version", str, f"{what} /model_info"))
     of_model, of_server, of_tokens = (f"{what} {path}" for path in ("/model_info", "/server_info", "/tokenize"))
     return ModelFacts(
         name=PurePath(field(model, "served_model_name", str, of_model)).name,
@@ -77,11 +79,12 @@ async def identify(endpoint: ServerEndpoint, deadline_s: float = ANSWER_S) -> Mo
         probe_ids=tuple(field(tokens, "tokens", list, of_tokens)),
         sglang=field(server, "version", str, of_server),
         device=field(server, "device", str, of_server),
-        weight_version=field(model, "weight_version", str, of_model),
+        weight_version=version,
         tp=field(server, "tp_size", int, of_server),
         replicas=field(server, "dp_size", int, of_server),
         stages=field(server, "pp_size", int, of_server),
         routing=field(server, "enable_return_routed_experts", bool, of_server),
+        run=run,
         store=next((flag for flag in STORES if server.get(flag.strip("-").replace("-", "_"))), ""),
     )
 
@@ -115,7 +118,7 @@ def check_external(urls: Sequence[str], key: str, expected: ModelFacts) -> Exter
 
 
 async def suited(endpoint: ServerEndpoint, expected: ModelFacts) -> ServerEndpoint:
-    """The server with its tensor-parallel size, where it is as expected. Raises UnfitServerError."""
+    """The server with its tensor-parallel size, as one of the expected run, where it is as expected. Raises UnfitServerError."""
     url = endpoint.url
     try:
         facts = await identify(endpoint)
@@ -135,7 +138,7 @@ async def suited(endpoint: ServerEndpoint, expected: ModelFacts) -> ServerEndpoi
         raise UnfitServerError(_says_nothing(url, expected, error)) from error
     if problem := differences(url, facts, expected):
         raise UnfitServerError(problem)
-    return replace(endpoint, tp=facts.tp)
+    return replace(endpoint, tp=facts.tp, run=expected.run)
 
 
 def _says_nothing(url: str, expected: ModelFacts, error: MegarlError) -> str:
@@ -146,12 +149,13 @@ def differences(url: str, facts: ModelFacts, expected: ModelFacts) -> str | None
     """What a server serves otherwise than expected, in a paragraph; None where it can be used.
 
     expected: `context` is the longest sequence that the run will ask for; `routing`, where it needs that; `weight_version`,
-    where it matters which weights it has already. Its tp is its own.
+    where it matters which weights it has already; `run`, the one that may send it weights. Its tp is its own.
     """
     return (
         _other_software(url, facts, expected)
         or _other_model(url, facts, expected)
         or _other_flags(url, facts, expected)
+        or _other_run(url, facts, expected)
     )
 
 
@@ -189,6 +193,18 @@ def _other_model(url: str, facts: ModelFacts, expected: ModelFacts) -> str | Non
             f"{expected.weight_version}."
         )
     return None
+
+
+def _other_run(url: str, facts: ModelFacts, expected: ModelFacts) -> str | None:
+    if not facts.run or facts.run == expected.run:
+        return None
+    body = f'{{"new_version": "{facts.weight_version}", "abort_all_requests": false}}'
+    return (
+        f"The external server {url} gets its weights from the run {facts.run}, and those of two runs would replace each other. "
+        "Wait for that run, stop it, or take other servers. Where it was killed, and is not to go on, let go of the server in "
+        f"its place: curl {url}/update_weight_version -H 'Content-Type: application/json' -d '{body}', with the server's key "
+        "where it has one."
+    )
 
 
 def _other_flags(url: str, facts: ModelFacts, expected: ModelFacts) -> str | None:

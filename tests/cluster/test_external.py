@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from megarl.cluster.network import address_towards
 from megarl.cluster.process import ProcessFacts, ProcessSpec
 from megarl.core.errors import DeadlineError
 from megarl.core.ports import free_port
-from megarl.serving.client import ServerEndpoint
+from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.external import ExternalPool
 from tests.serving.test_external import EXPECTED, Pool
 from tests.support.fake_sglang import KEY
@@ -31,6 +32,8 @@ class Server(Pool):
     async def respond(self, path: str, body: dict[str, Any]) -> web.Response:
         if path in ("/model_info", "/server_info", "/tokenize"):
             return await super().respond(path, body)
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
         return web.json_response({"success": True})
 
     def told(self) -> list[str]:
@@ -46,9 +49,10 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ExternalActor]:
         monkeypatch.setattr(external, name, 0.01)
     monkeypatch.setattr(external, "GONE_S", 0.1)
 
-    def made(url: str, answer_s: float = 600.0) -> ExternalActor:
-        server = ServerEndpoint("external server 0", url, KEY)
-        return ExternalActor(ProcessSpec("external server 0", Path("logs")), server, EXPECTED, answer_s)
+    def made(url: str, answer_s: float = 600.0, run: str = "") -> ExternalActor:
+        server = ServerEndpoint("external server 0", url, KEY, run=run)
+        process = ProcessSpec("external server 0", Path("logs"))
+        return ExternalActor(process, server, replace(EXPECTED, run=run), answer_s)
 
     return made
 
@@ -68,6 +72,35 @@ def test_what_an_earlier_run_left_is_undone_and_nothing_is_left_of_this_one(
             assert server.told() == [*undone, "/pause_generation", *undone]
             assert server.bodies("/pause_generation") == [{"mode": "in_place"}]
             assert set(server.keys) == {f"Bearer {KEY}"}
+
+    asyncio.run(go())
+
+
+def test_a_run_does_not_send_its_weights_where_another_one_does(beside: Callable[..., ExternalActor]) -> None:
+    """Each starts at version 1: nothing else would tell the weights of the two from each other."""
+
+    async def go() -> None:
+        async with Server() as server:
+            url = server.endpoint.url
+            first = beside(url, run="a-1")
+            started = await first.start(10.0)
+            assert (server.label, started.endpoint.run) == ("default@a-1", "a-1")
+            async with ServerClient(started.endpoint) as client:
+                await client.set_weight_version(7)
+            assert server.label == "7@a-1"
+            second = beside(url, run="b-2")
+            with pytest.raises(DeadlineError, match=r"gets its weights from the run a-1.*'\{\"new_version\": \"7\""):
+                await second.start(0.05)
+            before = server.told()
+            await second.stop()
+            assert (server.told(), server.label) == (before, "7@a-1")
+            # The first one again, after its driver was killed; at its end nobody has the server.
+            again = beside(url, run="a-1")
+            await again.start(10.0)
+            await again.stop()
+            assert server.label == "7"
+            await beside(url, run="b-2").start(10.0)
+            assert server.label == "7@b-2"
 
     asyncio.run(go())
 

@@ -31,14 +31,16 @@ SERVER_INFO = {
 
 
 class Pool(FakeSglang):
-    """Says what it serves."""
+    """Says what it serves. label: of its weights' version."""
+
+    label = "default"
 
     async def respond(self, path: str, body: dict[str, Any]) -> web.Response:
         says: dict[str, dict[str, Any]] = {
             "/model_info": {
                 "served_model_name": "/models/Qwen3-8B",
                 "architectures": ["Qwen3ForCausalLM"],
-                "weight_version": "default",
+                "weight_version": self.label,
             },
             "/server_info": SERVER_INFO,
             "/tokenize": {"tokens": [1, 2, 3], "max_model_len": 8192},
