@@ -14,8 +14,9 @@ from megarl.core.versions import pins
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.load import load_recipe
 from megarl.recipe.rules import longest_sample
+from megarl.recipe.run import Run
 from megarl.run.plan import PlanOptions, run_plan
-from megarl.run.servers_check import _check_dtype, _check_hashes, check_alone, check_servers, model_name
+from megarl.run.servers_check import _check_dtype, _check_hashes, check_alone, check_servers, model_name, run_mark
 from megarl.serving import external
 from megarl.serving.external import ExternalPool, ModelFacts
 from megarl.serving.server_flags import SPARE_TOKENS
@@ -134,6 +135,12 @@ def test_float32_is_for_servers_whose_attention_takes_it(place: Place) -> None:
     check(cuda, "model.dtype=float32", "rollout.servers.urls=[http://127.0.0.1:1]")
     with pytest.raises(UserError, match=r"`model\.dtype` is float32.*Set model\.dtype to bfloat16"):
         check(cuda, "model.dtype=float32")
+
+
+def test_a_run_is_known_by_its_name_and_its_folder(tmp_path: Path) -> None:
+    mark = run_mark(Run(name="a", dir=tmp_path))
+    assert mark == run_mark(Run(name="a", dir=tmp_path)) and mark.startswith("a-")
+    assert len({mark, run_mark(Run(name="b", dir=tmp_path)), run_mark(Run(name="a", dir=tmp_path / "x"))}) == 3
 
 
 def test_hashes_of_shared_experts_are_for_servers_that_keep_them_apart(place: Place) -> None:
