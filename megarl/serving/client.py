@@ -352,10 +352,7 @@ class ServerClient:
         await self._post("/update_weights_from_disk", body, deadline_s)
 
     async def set_weight_version(self, version: int | str, deadline_s: float = CALL_S) -> None:
-        """Have the server write this version into its answers, for the tokens that it makes from now on.
-
-        Beside it the run that sends weights, where the endpoint says one.
-        """
+        """Have the server write this version, and the endpoint's run, into its answers for tokens that it makes from now on."""
         body = {"new_version": answers.version_label(version, self.endpoint.run), "abort_all_requests": False}
         await self._post("/update_weight_version", body, deadline_s)
 
