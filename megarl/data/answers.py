@@ -11,6 +11,7 @@ Answer = str | list[Any] | dict[str, Any]
 HASHES = "####"
 BOXED = r"\boxed{"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_ESCAPED_OR_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # `\\` is the end of a line, and a brace behind it one
 # What an answer begins with, or a single letter. Behind a box anything else is a heading of Markdown's.
 _ANSWER = re.compile(r"[\d+\-−.,$€£\\({\[]|[A-Za-z]\W*$")
 
@@ -44,9 +45,9 @@ def final_answer(text: str) -> str | None:
 def _braced(text: str) -> str | None:
     """What stands before the brace that closes one opened just before the text."""
     depth = 1
-    for index, character in enumerate(text):
-        if character in "{}" and (index == 0 or text[index - 1] != "\\"):
-            depth += 1 if character == "{" else -1
+    for found in _ESCAPED_OR_BRACE.finditer(text):
+        if len(found[0]) == 1:
+            depth += 1 if found[0] == "{" else -1
             if depth == 0:
-                return text[:index].strip()
+                return text[: found.start()].strip()
     return None

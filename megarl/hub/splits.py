@@ -18,7 +18,8 @@ import yaml
 from megarl.core.errors import UserError
 
 READ = (".jsonl", ".ndjson", ".parquet", ".pq")
-SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
+# What `datasets` takes for the name of a split, and a set beside which files without any are no training rows.
+SPLITS = ("train", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
 CONVERTED = "refs/convert/parquet"
 SHOWN = 8
 

@@ -16,6 +16,7 @@ from megarl.rewards.math import equal, final_answer, math
         (r"thus \boxed{42}.", "42"),
         (r"\boxed{\frac{1}{2}} and \boxed{\frac{3}{4}}", r"\frac{3}{4}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{1 \\ {2} \\} and {3}", r"1 \\ {2} \\"),
         (r"#### 1, that is \boxed{2}", "2"),
         (r"\boxed{1} no" + "\n#### 2", "2"),
         ("42", None),
