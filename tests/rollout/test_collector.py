@@ -22,6 +22,7 @@ from megarl.data.prompts import PromptSet
 from megarl.models.flops import train_flops
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
+from megarl.rewards.grade import Item
 from megarl.rollout.producer import Pace
 from megarl.rollout.seeds import request_seed
 from tests.models.configs import PLAIN
@@ -299,6 +300,24 @@ def test_a_sample_is_graded_while_others_are_still_generated(tmp_path: Path) -> 
                 await collector.close()
 
     asyncio.run(go())
+
+
+def test_graders_are_told_which_rows_are_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of one name in two folders have rows of the same ids, and a grader's messages name no more."""
+    rows: list[str] = []
+    original = Graders.grade
+
+    async def watched(self: Graders, item: Item, *more: Any) -> Any:
+        rows.append(item.row)
+        return await original(self, item, *more)
+
+    async def both(collector: LocalRollout, _: FakeSglang) -> None:
+        await collector.generate(1, 0)
+        await collector.evaluate(1, 0)
+
+    monkeypatch.setattr(Graders, "grade", watched)
+    collect(alternating, make_recipe(tmp_path), both)
+    assert sorted(set(rows)) == ["p0", "p1", "p2", "p3", "p8 (held out)", "p9 (held out)"]
 
 
 def test_failed_samples_are_counted_and_left_out(tmp_path: Path) -> None:
