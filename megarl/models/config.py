@@ -13,14 +13,15 @@ from typing import Literal
 class Rope:
     """Rotary positions. `scaled` kinds stretch a model beyond the context that it was first trained on.
 
-    theta: base of the frequencies. kind: default (no scaling), linear, llama3 or yarn. factor: how many times longer.
+    theta: base of the frequencies. kind: default (no scaling), linear, llama3, yarn or longrope. factor: how many times longer.
     original_positions: context before scaling. low_freq_factor, high_freq_factor: llama3's.
     beta_fast, beta_slow, mscale, truncate: yarn's. mscale_all_dim: yarn's, and of latent attention whatever scales it.
     attention_factor: yarn's scale of cos and sin, where it is not left to the formula.
+    short_factors: longrope's divisors of each frequency, for sequences of at most original_positions tokens.
     """
 
     theta: float
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
     original_positions: int = 0
     low_freq_factor: float = 1.0
@@ -31,6 +32,7 @@ class Rope:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,12 @@ class ModelConfig:
     def rotated(self) -> int:
         """Elements of a head that RoPE turns."""
         return self.mla.rope_dim if self.mla is not None else self.rotary_dim or self.head_dim
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a sequence: under longrope those that have its short factors, the only ones that megarl takes."""
+        positions = self.max_positions
+        return min(positions, self.rope.original_positions) if self.rope.kind == "longrope" else positions
 
     def padded_vocab_size(self, tp: int) -> int:
         """Vocabulary rounded up to a multiple of the tensor-parallel size."""

@@ -55,7 +55,7 @@ class Family:
     model_types: what `model_type` may be, by which transformers chooses the model; the first is transformers' own.
     qkv_bias, qk_norm: a key that says, or the answer where there is none; qkv_bias_unsaid: what a key says that is not there.
     rotary_share: which part of a head RoPE turns where no key says; None: all of it, and no key may say otherwise.
-    scaled_rope: whether transformers knows its positions scaled. interleaved: it turns neighbours.
+    longrope: transformers scales its positions by LongRoPE and in no other way. interleaved: it turns neighbours.
     sandwich: norms also behind attention and MLP.
     window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
     those that a pattern names. window_switch: only where use_sliding_window says so. window_default: where no key says.
@@ -70,7 +70,7 @@ class Family:
     qkv_bias_unsaid: bool = False
     qk_norm: bool | str = False
     rotary_share: float | None = None
-    scaled_rope: bool = True
+    longrope: bool = False
     interleaved: bool = False
     sandwich: bool = False
     moe: MoeKeys | None = None
@@ -169,7 +169,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "LlamaForCausalLM": Family("llama", ("llama",)),
         "MistralForCausalLM": Family("mistral", ("mistral",), window="all", window_default=4096),
         "Phi3ForCausalLM": Family(
-            "phi3", ("phi3",), rotary_share=1.0, scaled_rope=False, window="all", pad=32000, only=_PHI3_ONLY
+            "phi3", ("phi3",), rotary_share=1.0, longrope=True, window="all", pad=32000, only=_PHI3_ONLY
         ),
         "MixtralForCausalLM": Family("mixtral", ("mixtral",), moe=MIXTRAL, window="all", theta=1e6),
         "DeepseekV3ForCausalLM": Family(

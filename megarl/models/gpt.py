@@ -18,8 +18,8 @@ from megarl.core.platform import Platform
 from megarl.models.config import ModelConfig
 from megarl.models.heads import ScalarHead
 from megarl.models.layer_spec import set_latent_eps, stage_spec, uses_transformer_engine
-from megarl.models.rope import attention_factor, magnitude
-from megarl.models.rotary import make_rotary, scales_rotation
+from megarl.models.rope import logit_factor, magnitude
+from megarl.models.rotary import make_rotary, scales_queries, scales_rotation
 
 Recompute = Literal["none", "selective", "full"]
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -96,9 +96,8 @@ def _attention(config: ModelConfig) -> dict[str, Any]:
         settings["window_attn_skip_freq"] = [int(index in config.local_layers) for index in range(config.num_layers)]
     mla = config.mla
     if mla is None:
-        # Cosine and sine times a factor, on queries and keys alike, is the square of it on their product.
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
-        return settings | {"softmax_scale": scale * attention_factor(config.rope) ** 2}
+        return settings | {"softmax_scale": scale if scales_queries(config) else scale * logit_factor(config.rope)}
     rope = config.rope
     weight = rope.mscale_all_dim or 0.0  # transformers heeds it for every kind that stretches
     return settings | {

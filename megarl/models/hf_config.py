@@ -70,11 +70,14 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     layers, hidden = fields.count("num_hidden_layers", most=MOST_LAYERS), fields.count("hidden_size")
     heads, kv_heads, head_dim, mla = _heads(fields, family, hidden)
     window, local_layers = _window(fields, family, layers, architecture)
+    rotary_dim = None if family.rotary_share is None else read_rotary_dim(fields, head_dim, family.rotary_share)
     local_rope = None
     if family.gemma:
         rope, local_rope = read_layered_rope(fields, family.theta)
     else:
-        rope = read_rope(fields, family.theta, partial=family.rotary_share is not None, scaled=family.scaled_rope)
+        rope = read_rope(
+            fields, family.theta, partial=rotary_dim is not None, longrope=rotary_dim if family.longrope else None
+        )
     moe, moe_layers = _moe(fields, family, layers) if family.moe else (None, frozenset())
     config = ModelConfig(
         family=family.name,
@@ -96,7 +99,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         moe=moe,
         moe_layers=moe_layers,
         mla=mla,
-        rotary_dim=None if family.rotary_share is None else read_rotary_dim(fields, head_dim, family.rotary_share),
+        rotary_dim=rotary_dim,
         interleaved_rope=family.interleaved,
         activation=family.activation,
         norm_offset=family.gemma,

@@ -12,23 +12,20 @@ from megarl.core.errors import UserError
 from megarl.models.config import Rope
 from megarl.models.hf_fields import Fields, shown
 
-Kind = Literal["default", "linear", "llama3", "yarn"]
+Kind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 KINDS: tuple[Kind, ...] = ("default", "linear", "llama3", "yarn")
+LONGROPE_KINDS: tuple[Kind, ...] = ("default", "longrope")  # of a family that transformers scales in no other way
 SHARE = "partial_rotary_factor"
 LOCAL_THETA = 10000.0  # Gemma 3's, where no key says
 
 
-def read_rope(fields: Fields, default_theta: float, *, partial: bool = False, scaled: bool = True) -> Rope:
+def read_rope(fields: Fields, default_theta: float, *, partial: bool = False, longrope: int | None = None) -> Rope:
     """Rotary positions of a model whose layers all have the same. partial: it may turn a part of each head.
 
-    scaled: off, transformers refuses to scale them in the ways that are known here. Raises UserError.
+    longrope: elements of a head that are rotated, in a family that is scaled by LongRoPE alone. Raises UserError.
     """
     part = _described(fields)
-    rope = _rope(fields, part, fields.get("rope_theta", default_theta), partial=partial)
-    if not scaled and rope.kind != "default":
-        raise UserError(
-            f"{fields.path}: RoPE scaling of type '{rope.kind}' is not supported in this family: transformers has none."
-        )
+    rope = _rope(fields, part, fields.get("rope_theta", default_theta), partial=partial, longrope=longrope)
     if partial and rope.kind == "yarn":  # whose factor would be that of the rotated part alone
         raise UserError(
             f"{fields.path}: RoPE scaling of type 'yarn' is not supported where RoPE turns a part of each head."
@@ -81,12 +78,44 @@ def read_layered_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope]
     return ropes
 
 
-def _rope(fields: Fields, part: Fields, theta: float, *, partial: bool = False) -> Rope:
-    """part: the object that describes the scaling; fields: the config around it."""
+def _longrope(fields: Fields, part: Fields, base: float, width: int) -> Rope:
+    """Phi-3's (arXiv 2402.13753), with its factors for short sequences. width: elements of a head that are rotated.
+
+    The first training's context is the key at the top of the config, 4096 where there is none: transformers passes over that of
+    the object. Of the scale of attention it and SGLang agree where it follows from the two contexts.
+    """
+    positions = fields.count("max_position_embeddings")
+    original = fields.count("original_max_position_embeddings", 4096, least=2)
+    for key in ("attention_factor", "short_mscale", "long_mscale"):
+        if part.get(key) is not None:
+            raise UserError(
+                f"{part.path}: {key} beside RoPE scaling of type 'longrope' is not supported: transformers and SGLang scale "
+                "attention differently with it. Use a model without it."
+            )
+    if part.number("factor", positions / original) != positions / original:
+        part.refuse(
+            "factor", part.get("factor"), f"SGLang takes {positions}/{original}, of the two contexts; that is wanted"
+        )
+    short = _divisors(part, "short_factor", width // 2)
+    _divisors(part, "long_factor", width // 2)
+    return Rope(base, "longrope", factor=positions / original, original_positions=original, short_factors=short)
+
+
+def _divisors(part: Fields, key: str, number: int) -> tuple[float, ...]:
+    """One for each frequency. Raises UserError."""
+    found = part.get(key)
+    if not isinstance(found, list) or len(found) != number:
+        part.refuse(key, found, f"a list of {number} numbers is wanted, one for each pair that is rotated")
+    return tuple(Fields({key: each}, part.path).number(key) for each in found)
+
+
+def _rope(fields: Fields, part: Fields, theta: float, *, partial: bool = False, longrope: int | None = None) -> Rope:
+    """part: the object that describes the scaling; fields: the config around it. longrope: as in `read_rope`."""
     kind = part.get("rope_type", part.get("type", "default"))
-    if kind not in KINDS:
+    kinds = KINDS if longrope is None else LONGROPE_KINDS
+    if kind not in kinds:
         raise UserError(
-            f"{part.path}: RoPE scaling of type {shown(kind)} is not supported; these are: {', '.join(KINDS)}."
+            f"{part.path}: RoPE scaling of type {shown(kind)} is not supported; these are: {', '.join(kinds)}."
         )
     if not partial and (share := part.get(SHARE, 1.0)) != 1.0:
         raise UserError(
@@ -98,6 +127,8 @@ def _rope(fields: Fields, part: Fields, theta: float, *, partial: bool = False) 
         part.refuse("rope_theta", base, "a number over 1 is wanted")
     if kind == "default":
         return Rope(base)
+    if longrope is not None:
+        return _longrope(fields, part, base, longrope)
     all_dim = part.optional_number("mscale_all_dim")
     if kind == "linear":
         return Rope(base, "linear", factor=part.number("factor", least=1.0), mscale_all_dim=all_dim)

@@ -21,6 +21,7 @@ from megarl.models.attention import CoreAttention
 from megarl.models.config import ModelConfig
 from megarl.models.latent_attention import LatentAttention
 from megarl.models.norms import LATENT_EPS, NormedRowParallelLinear, RMSNorm
+from megarl.models.rotary import ScaledQueries, scales_queries
 
 
 class Router(TopKRouter):  # type: ignore[misc]
@@ -97,7 +98,15 @@ def _fused_layer(config: ModelConfig, index: int) -> ModuleSpec:
     )
     if moe is not None:
         spec.submodules.mlp.submodules.router = Router
+    _scale_queries(config, spec)
     return spec
+
+
+def _scale_queries(config: ModelConfig, spec: ModuleSpec) -> None:
+    if scales_queries(config):
+        assert not config.qk_norm, "a norm of queries is where their scale would be"
+        scale = ModuleSpec(ScaledQueries, params={"rotated": config.rotated, "rope": config.rope})
+        spec.submodules.self_attention.submodules.q_layernorm = scale
 
 
 def set_latent_eps(attention: torch.nn.Module) -> None:
@@ -135,6 +144,7 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
         layer.self_attention.params["rotary_table"] = int(index in config.local_layers)
     if config.sandwich_norms:
         attention.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+    _scale_queries(config, spec)
     return spec
 
 

@@ -14,20 +14,25 @@ def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
     """[dim / 2] float32, radians a position. dim: width of the rotated part of a head.
 
     linear divides all by the factor (arXiv 2306.15595); llama3 divides long waves, keeps short ones and blends between
-    (Llama 3.1); yarn blends over dimensions (arXiv 2309.00071).
+    (Llama 3.1); yarn blends over dimensions (arXiv 2309.00071); longrope divides each by a factor of its own (arXiv 2402.13753).
     """
-    plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    wavelengths = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # over 2 pi
+    plain = 1.0 / wavelengths
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, plain)
     if rope.kind == "yarn":
         return _yarn(rope, plain, dim)
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.short_factors) * wavelengths)
     return plain
 
 
 def attention_factor(rope: Rope) -> float:
-    """What cosine and sine are multiplied by: 1 but for yarn, whose attention is sharper the further it stretches."""
+    """What cosine and sine are multiplied by: 1 but for yarn and longrope, which sharpen attention the further they stretch."""
+    if rope.kind == "longrope":
+        return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_positions))
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -35,6 +40,11 @@ def attention_factor(rope: Rope) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return magnitude(rope.factor, rope.mscale) / magnitude(rope.factor, rope.mscale_all_dim)
     return magnitude(rope.factor)
+
+
+def logit_factor(rope: Rope) -> float:
+    """The same for the product of a query and a key, which are both multiplied."""
+    return attention_factor(rope) ** 2
 
 
 def magnitude(factor: float, weight: float = 1.0) -> float:

@@ -9,8 +9,8 @@ from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_thi
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
-from megarl.models.config import ModelConfig
-from megarl.models.rope import attention_factor, inverse_frequencies
+from megarl.models.config import ModelConfig, Rope
+from megarl.models.rope import attention_factor, inverse_frequencies, logit_factor
 
 
 class Rotary(RotaryEmbedding):  # type: ignore[misc]
@@ -63,11 +63,32 @@ class ScaledRotary(Rotary):
 
 
 def scales_rotation(config: ModelConfig) -> bool:
-    """Whether the rotated part itself has to be scaled: in latent attention, where it is a part of the head.
+    """Whether cosine and sine themselves have to be scaled: in latent attention, where the rotated part is one of the head.
 
-    Elsewhere the whole head is rotated, and the square of the factor goes into the scale of the logits.
+    Elsewhere the square of the factor goes into the scale of the logits, or into the rotated part of queries.
     """
     return config.mla is not None and attention_factor(config.rope) != 1.0
+
+
+def scales_queries(config: ModelConfig) -> bool:
+    """Whether a part of each head is rotated and scaled, in attention that is not latent."""
+    return config.mla is None and config.rotated < config.head_dim and attention_factor(config.rope) != 1.0
+
+
+class ScaledQueries(torch.nn.Module):
+    """Multiplies what will be rotated of queries by the square of RoPE's factor, in the place where a norm of queries may be.
+
+    Megarl's keys are not multiplied: the products are the same, and fused kernels for the rotation know no factor.
+    """
+
+    def __init__(self, rotated: int, rope: Rope, **_: Any) -> None:
+        super().__init__()
+        self._rotated, self._factor = rotated, logit_factor(rope)
+
+    def forward(self, query: Tensor) -> Tensor:
+        """[..., head_dim] -> the same."""
+        turned, passed = query[..., : self._rotated], query[..., self._rotated :]
+        return torch.cat([turned * self._factor, passed], dim=-1)
 
 
 def make_rotary(config: ModelConfig, cp_group: Any, device: str) -> Rotary:

@@ -128,8 +128,8 @@ def check_alone(folder: Path, model: ModelConfig, platform: Platform, dtype: str
         )
     _check_layers(str(folder), model, platform, longest=0)
     if model.window is None or model.family in SLIDING_FAMILIES:
-        return model.max_positions
-    return min(model.max_positions, model.window + 1)  # the last token is nobody's query
+        return model.context
+    return min(model.context, model.window + 1)  # the last token is nobody's query
 
 
 def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: int) -> None:

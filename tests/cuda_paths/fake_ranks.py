@@ -41,7 +41,7 @@ from megarl.recipe.roles import Lora, Optimizer
 from megarl.training.rank import Rank
 from megarl.training.spec import PolicyObjective, RoleSpec
 from tests.support import fake_transformer_engine
-from tests.support.tiny import write_tiny_model
+from tests.support.tiny import longrope, write_tiny_model
 from tests.training.samples import examples, shards
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -67,7 +67,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {},
     "glm4_moe_lite": {},  # whose latents' norms have another epsilon than the others
     "qwen2_moe": {},
-    "phi3": {"seed": 1},  # at 0 a gradient of an adapter is all rounding, of which Adam makes a whole step
+    "phi3": longrope(0.75)
+    | {"seed": 1},  # at 0 a gradient of an adapter is all rounding, of which Adam makes a whole step
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 # In which ways checkpoints go from one kind of layers to the other: the others write the same tensors.

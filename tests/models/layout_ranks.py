@@ -20,6 +20,7 @@ from megarl.models.config import ModelConfig
 from megarl.models.hf_config import load_model_config
 from megarl.models.layout_check import layout_problems
 from tests.support.platforms import chosen
+from tests.support.tiny import longrope
 
 PLATFORM = chosen()
 # Name of a folder -> family and settings. Four layers, so that they can be assigned; a vocabulary that nothing divides.
@@ -30,7 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"vocab_size": 97}),
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen2_moe": ("qwen2_moe", {"vocab_size": 97}),
-    "phi3": ("phi3", {}),
+    "phi3": ("phi3", longrope(0.75) | {"tie_word_embeddings": True}),
     "phi3-one-head": ("phi3", {"num_key_value_heads": 1, "vocab_size": 97}),
     "mixtral": ("mixtral", {"vocab_size": 101}),
     "deepseek_v3": ("deepseek_v3", {}),

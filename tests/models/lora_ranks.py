@@ -24,6 +24,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.models.lora_settings import LoraSettings
 from megarl.recipe.roles import Optimizer
 from tests.support.platforms import chosen
+from tests.support.tiny import longrope
 from tests.training.samples import examples, shards
 
 PLATFORM = chosen()
@@ -39,7 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"vocab_size": VOCAB, "tie_word_embeddings": True, "num_hidden_layers": 2}),
     "deepseek": ("deepseek_v3", {"vocab_size": VOCAB, "num_hidden_layers": 2}),
     "gemma": ("gemma3", {"vocab_size": VOCAB}),
-    "phi": ("phi3", {"vocab_size": VOCAB}),
+    "phi": ("phi3", longrope(0.75) | {"vocab_size": VOCAB}),
     "glm": ("glm4", {"vocab_size": VOCAB}),
 }
 # Whose checkpoint a case loads, after the other has written it.

@@ -23,7 +23,7 @@ from megarl.models.layer_spec import Router, uses_transformer_engine
 from megarl.training.parallel import Groups
 from tests.models.parity import LENGTHS, megatron_logits, packed_on, packed_tokens, transformers_logprobs
 from tests.support.platforms import chosen
-from tests.support.tiny import CONFIGS, write_tiny_model
+from tests.support.tiny import CONFIGS, longrope, write_tiny_model
 from tests.support.tolerances import Tolerance, tolerance
 
 PLATFORM = chosen()
@@ -66,6 +66,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {}),
     ("phi3", {"sliding_window": 6, "num_key_value_heads": 1, "head_dim": 24}),
     ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True, "head_dim": 32}),
+    ("phi3", longrope(0.75) | {"tie_word_embeddings": True}),
+    ("phi3", longrope() | {"original_max_position_embeddings": 33}),
     ("mixtral", {}),
     ("mixtral", {"sliding_window": 6, "tie_word_embeddings": True}),
     ("deepseek_v3", {}),
@@ -148,9 +150,11 @@ def test_packed_logprobs_in_bfloat16_are_near_transformers(family: str, one_rank
     assert apart.max().item() < allowed.logprob and apart.mean().item() < allowed.mean_logprob
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_gradients_equal_transformers(family: str, one_rank: Groups, bounds: Tolerance, tmp_path: Path) -> None:
-    write_tiny_model(tmp_path, family, experts_implementation="eager")
+@pytest.mark.parametrize(("family", "overrides"), [*((family, {}) for family in CONFIGS), ("phi3", longrope(0.75))])
+def test_gradients_equal_transformers(
+    family: str, overrides: dict[str, Any], one_rank: Groups, bounds: Tolerance, tmp_path: Path
+) -> None:
+    write_tiny_model(tmp_path, family, experts_implementation="eager", **overrides)
     ours, theirs = loss_gradients(built(tmp_path, one_rank).train(), tmp_path), transformers_gradients(tmp_path)
     compared = 0
     for name, tensor in ours.items():

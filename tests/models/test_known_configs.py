@@ -26,6 +26,7 @@ PUBLISHED = {
     "meta-llama/Llama-3.1-8B-Instruct": 8.03,
     "meta-llama/Llama-3.1-70B-Instruct": 70.6,
     "microsoft/phi-4": 14.7,
+    "microsoft/Phi-4-mini-instruct": 3.836,
     "deepseek-ai/DeepSeek-V3": 671.0,
     "zai-org/GLM-4-9B-0414": 9.40,
     "zai-org/GLM-4-32B-0414": 32.6,

@@ -14,6 +14,7 @@ from megarl.core.layout import Layout
 from megarl.models.bootstrap import prepare_megatron
 from megarl.models.hf_config import load_model_config
 from tests.support.platforms import chosen
+from tests.support.tiny import longrope
 
 PLATFORM = chosen()
 TP, EP, ETP = Layout(tp=2, world_size=2), Layout(ep=2, world_size=2), Layout(etp=2, world_size=2)
@@ -35,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "qwen3_moe-etp": ("qwen3_moe", {}, ETP),
     "qwen2_moe": ("qwen2_moe", {}, EP),
     "qwen2_moe-etp": ("qwen2_moe", {}, ETP),
-    "phi3": ("phi3", {"vocab_size": 97}, TP),
+    "phi3": ("phi3", longrope(0.75) | {"vocab_size": 97}, TP),
     "phi3-one-head": ("phi3", {"num_key_value_heads": 1}, TP),
     "mixtral": ("mixtral", {}, ETP),
 }

@@ -11,6 +11,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform, get_platform
 from megarl.core.versions import pins
+from megarl.models.config import Rope
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.load import load_recipe
 from megarl.recipe.rules import longest_sample
@@ -243,6 +244,8 @@ def test_a_model_alone_is_served_as_far_as_sglang_computes_it(tmp_path: Path) ->
     assert check_alone(tmp_path, plain, cpu, "float32") == plain.max_positions
     assert check_alone(tmp_path, replace(plain, window=100), cpu, "bfloat16") == 101
     assert check_alone(tmp_path, replace(plain, window=100, family="gemma3"), cpu, "bfloat16") == plain.max_positions
+    short = replace(plain, rope=Rope(1e4, "longrope", original_positions=64))
+    assert check_alone(tmp_path, short, cpu, "bfloat16") == 64
     for model, platform, dtype, says in (
         (replace(plain, head="score"), cpu, "bfloat16", "is a reward model: .* Serve a language model"),
         (replace(plain, fp8_block=(128, 128)), cpu, "bfloat16", "has FP8 weights, and SGLang on cpu cannot serve them"),

@@ -124,6 +124,17 @@ WORDS = (
 )
 
 
+def longrope(share: float = 1.0) -> dict[str, Any]:
+    """Phi-3's RoPE of type longrope in a tiny model, over that share of a head; far from none, and another for long sequences."""
+    pairs = int(16 * share) // 2
+    short = [1.0 + 0.3 * pair for pair in range(pairs)]
+    return {
+        "partial_rotary_factor": share,
+        "original_max_position_embeddings": 512,
+        "rope_scaling": {"type": "longrope", "short_factor": short, "long_factor": [7.0 * each for each in short]},
+    }
+
+
 def tiny_config(family: str, **overrides: Any) -> Any:
     """The config of a small model."""
     import transformers

@@ -29,7 +29,7 @@ from tests.support.forked_servers import Copies
 from tests.support.hashes import differing, tensors_in
 from tests.support.platforms import chosen
 from tests.support.served import NEEDS, ON_DEVICES, HfModel
-from tests.support.tiny import write_tiny_model
+from tests.support.tiny import longrope, write_tiny_model
 from tests.sync.hash_ranks import DEVICES, ROWS, Job
 from tests.sync.receiver import Receiver
 
@@ -87,7 +87,7 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("mistral", {}, (2,)),
         ("qwen2_moe", {"mlp_only_layers": [], "shared_expert_intermediate_size": 72}, (1, 2)),
         ("phi3", {"num_key_value_heads": 1, "intermediate_size": 80}, (1, 2)),
-        ("phi3", {"vocab_size": 130, "tie_word_embeddings": True}, (2,)),
+        ("phi3", longrope(0.75) | {"vocab_size": 130, "tie_word_embeddings": True}, (2,)),
         ("mixtral", {}, (2,)),
         ("deepseek_v3", {}, (2,)),
         ("glm4", {"intermediate_size": 80, "num_key_value_heads": 1}, (1, 2)),
