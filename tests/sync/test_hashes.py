@@ -39,6 +39,7 @@ KEY, START_S = "key-of-the-tests-servers", 300.0
 UNASKED = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 EXPERTS = {"mlp_only_layers": []}
 TOKENS = [5, 6, 7, 8, 9, *range(40, 70)]
+LONGROPE = longrope(0.75) | {"original_max_position_embeddings": len(TOKENS)}  # the longest that is the same everywhere
 TRANSPORTS = ["broadcast", "shared_memory", DEVICES, "disk"]
 
 
@@ -87,7 +88,7 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("mistral", {}, (2,)),
         ("qwen2_moe", {"mlp_only_layers": [], "shared_expert_intermediate_size": 72}, (1, 2)),
         ("phi3", {"num_key_value_heads": 1, "intermediate_size": 80}, (1, 2)),
-        ("phi3", longrope(0.75) | {"vocab_size": 130, "tie_word_embeddings": True}, (2,)),
+        ("phi3", LONGROPE | {"vocab_size": 130, "tie_word_embeddings": True}, (2,)),
         ("mixtral", {}, (2,)),
         ("deepseek_v3", {}, (2,)),
         ("glm4", {"intermediate_size": 80, "num_key_value_heads": 1}, (1, 2)),
