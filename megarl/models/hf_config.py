@@ -19,7 +19,7 @@ from megarl.models.hf_beside import files_beside
 from megarl.models.hf_fields import Fields, shown
 from megarl.models.hf_files import some
 from megarl.models.hf_fp8 import read_fp8_block
-from megarl.models.hf_rope import read_layered_rope, read_rope, read_rotary_dim
+from megarl.models.hf_rope import read_ropes, read_rotary_dim
 
 _REQUIRED = (
     "num_hidden_layers",
@@ -71,13 +71,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     heads, kv_heads, head_dim, mla = _heads(fields, family, hidden)
     window, local_layers = _window(fields, family, layers, architecture)
     rotary_dim = None if family.rotary_share is None else read_rotary_dim(fields, head_dim, family.rotary_share)
-    local_rope = None
-    if family.gemma:
-        rope, local_rope = read_layered_rope(fields, family.theta)
-    else:
-        rope = read_rope(
-            fields, family.theta, partial=rotary_dim is not None, longrope=rotary_dim if family.longrope else None
-        )
+    rope, local_rope = read_ropes(fields, family, rotary_dim)
     moe, moe_layers = _moe(fields, family, layers) if family.moe else (None, frozenset())
     config = ModelConfig(
         family=family.name,

@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 from megarl.core.errors import UserError
 from megarl.models.config import Rope
+from megarl.models.families import Family
 from megarl.models.hf_fields import Fields, shown
 
 Kind = Literal["default", "linear", "llama3", "yarn", "longrope"]
@@ -17,6 +18,17 @@ KINDS: tuple[Kind, ...] = ("default", "linear", "llama3", "yarn")
 LONGROPE_KINDS: tuple[Kind, ...] = ("default", "longrope")  # of a family that transformers scales in no other way
 SHARE = "partial_rotary_factor"
 LOCAL_THETA = 10000.0  # Gemma 3's, where no key says
+
+
+def read_ropes(fields: Fields, family: Family, rotary_dim: int | None) -> tuple[Rope, Rope | None]:
+    """Rotary positions of a model, and those of its local layers where a family's have their own. Raises UserError.
+
+    rotary_dim: elements of a head that are rotated, in a family that may rotate a part.
+    """
+    if family.gemma:
+        return read_layered_rope(fields, family.theta)
+    longrope = rotary_dim if family.longrope else None
+    return read_rope(fields, family.theta, partial=rotary_dim is not None, longrope=longrope), None
 
 
 def read_rope(fields: Fields, default_theta: float, *, partial: bool = False, longrope: int | None = None) -> Rope:
