@@ -112,9 +112,9 @@ class CollectorActor:
         """Held-out answers, graded."""
         return await self._collector.evaluate(rows, step)
 
-    async def part(self, part: Part) -> tuple[Block | None, ...]:
-        """Nothing, then this collector's block of each shard of a step."""
-        return (None, *await self._collector.part(part))
+    async def part(self, part: Part) -> tuple[Block | FloatArray | None, ...]:
+        """Nothing, then this collector's block of each shard of a step, then the columns that came with its samples."""
+        return (None, *await self._collector.part(part), *await self._collector.columns(part))
 
     async def measure(
         self, samples: SampleNumbers, names: tuple[str, ...], num_shards: int, *parts: Any

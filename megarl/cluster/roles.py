@@ -6,8 +6,8 @@ one pool in the order in which they were asked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from megarl.cluster.ranks import RankGroup
 from megarl.cluster.waits import Pending
 from megarl.core.layout import Layout, dp_rank
 from megarl.core.log import get_logger
-from megarl.core.types import BatchInfo
+from megarl.core.pending import Finished
+from megarl.core.types import TEACHER_LOGPROBS, TEACHER_TOP, BatchInfo
 from megarl.recipe.run import Deadlines
 from megarl.training.spec import NEARLY_ALL, RoleSpec
 
@@ -31,7 +32,7 @@ class Batch:
 
     plans: one a shard. blocks: [shard][owner]; every shard has a block of every owner. numbers: one an owner, what its
     advantages need to know of its samples; none where nobody asks for advantages. mismatched: the prompts of labelled answers
-    before other answers; None where the rows are no such answers.
+    before other answers; None where the rows are no such answers. columns: those that came with the samples, by name.
     """
 
     plans: tuple[Any, ...]
@@ -39,11 +40,24 @@ class Batch:
     info: BatchInfo
     numbers: tuple[Any, ...] = ()
     mismatched: Batch | None = None
+    columns: Mapping[str, ColumnRefs] = field(default_factory=dict)
 
     @property
     def num_owners(self) -> int:
         """Processes that hold the samples."""
         return len(self.blocks[0])
+
+
+class AskedTeacher:
+    """A teacher behind an address: collectors have asked it, and what it said came with the samples."""
+
+    def logprobs(self, batch: Batch) -> Finished[ColumnRefs]:
+        """Of every label that is trained on."""
+        return Finished(batch.columns[TEACHER_LOGPROBS])
+
+    def top(self, batch: Batch, k: int) -> Finished[ColumnRefs]:
+        """At every label that is trained on the k likeliest ones, as of Role."""
+        return Finished(batch.columns[TEACHER_TOP])
 
 
 @dataclass(frozen=True)

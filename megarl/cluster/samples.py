@@ -30,6 +30,7 @@ from megarl.core.log_tail import own_words
 from megarl.core.types import BatchInfo
 from megarl.recipe.functions import needs_one_collector
 from megarl.recipe.schema import Recipe
+from megarl.recipe.scoring import served_columns
 from megarl.rollout.drift import learns
 from megarl.rollout.local_advantages import READ, column_names
 
@@ -83,14 +84,16 @@ class Samples:
         info, *rest = ask.remote(step, weight_version)
         plans, parts, numbers = rest[:shards], rest[shards : shards + owners], rest[shards + owners :]
         counts: BatchInfo = self.wait(info, "rollout", deadline_s)
+        names = served_columns(self.recipe)
         handed = [
-            worker.handle.part.options(num_returns=1 + shards).remote(part)
+            worker.handle.part.options(num_returns=1 + shards * (1 + len(names))).remote(part)
             for worker, part in zip(collectors, parts, strict=True)
         ]
         calls = [Call(worker, done) for worker, (done, *_) in zip(collectors, handed, strict=True)]
         self.wait_all(calls, "rollout", deadline_s)
-        blocks = tuple(zip(*(blocks for _, *blocks in handed), strict=True))
-        return Batch(tuple(plans), blocks, counts, tuple(numbers))
+        by_shard = tuple(zip(*(given for _, *given in handed), strict=True))
+        blocks, *columns = (by_shard[at : at + shards] for at in range(0, len(by_shard), shards))
+        return Batch(tuple(plans), blocks, counts, tuple(numbers), columns=dict(zip(names, columns, strict=True)))
 
     def advantages(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Learnable:
         """What the updates learn from: references, one a shard and collector for each column, and metrics.

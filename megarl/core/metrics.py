@@ -166,6 +166,15 @@ _METRICS: dict[str, MetricSpec] = {
     "actor/approx_kl": MetricSpec(
         "nats", "KL of the old policy to the one under update (k3), mean over trained tokens", ".2e"
     ),
+    "teacher/wait_s_mean": MetricSpec(
+        "s",
+        "from the end of a sample to what the teacher's servers say of it, retries included, mean over samples",
+        ".2f",
+    ),
+    "teacher/wait_s_max": MetricSpec("s", "the longest of these", ".2f"),
+    "teacher/failures": MetricSpec(
+        "samples", "that the teacher's servers said nothing of within teacher.servers.timeout_s, or refused", ".0f"
+    ),
     "actor/teacher_rest": MetricSpec(
         "fraction",
         "what the teacher gives to all but its algorithm.distill_top_k likeliest tokens, mean over trained tokens",

@@ -84,6 +84,13 @@ class Role(Protocol):
     def copy_from(self, other: Any) -> None: ...  # noqa: D102
 
 
+class Teacher(Protocol):
+    """The model that is distilled from: ranks hold it, or collectors have asked it."""
+
+    def logprobs(self, batch: Any) -> Pending[References]: ...  # noqa: D102
+    def top(self, batch: Any, k: int) -> Pending[References]: ...  # noqa: D102
+
+
 class Critic(Protocol):
     """The model that values states. Its update may go on beside whatever does not need its devices."""
 
@@ -132,7 +139,7 @@ class Handles:
     reference: Role | None
     critic: Critic | None
     reward_model: Role | None
-    teacher: Role | None
+    teacher: Teacher | None
     sync: WeightSync
     recorder: Recorder
     timer: PhaseTimer

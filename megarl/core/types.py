@@ -21,6 +21,10 @@ TokenArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 RoutingArray = NDArray[np.int16]
 
+# Columns of what a teacher says: of each label, and of the likeliest labels there (training/batch.joined_top).
+TEACHER_LOGPROBS = "teacher_logprobs"
+TEACHER_TOP = "teacher_top"
+
 # What a token of a record takes: its id, its log-prob, its mask.
 RECORD_BYTES = 4 + 4 + 1
 
@@ -30,7 +34,7 @@ class Status(StrEnum):
 
     COMPLETED = "completed"  # a stop token or a stop string
     TRUNCATED = "truncated"  # the length limit, or a budget of its episode
-    FAILED = "failed"  # no server could answer, or its environment or harness failed
+    FAILED = "failed"  # no server could answer, the policy's or a teacher's, or its environment or harness failed
 
 
 class VersionSpan(NamedTuple):
@@ -80,6 +84,8 @@ class Sample:
     # Rising positions of the response at which another sequence begins, which knows nothing of what stands before it.
     # Empty where all of it is one sequence with the prompt.
     starts: tuple[int, ...] = ()
+    # By column, what a teacher behind an address says of the response's tokens: [R] or [R, n], 0 where none is trained on.
+    columns: dict[str, FloatArray] = field(default_factory=dict)
     # The memory of the Record whose parts the arrays above are, where they have been put into one (data/blocks.py).
     memory: NDArray[np.uint8] | None = None
 
@@ -87,6 +93,10 @@ class Sample:
     def num_tokens(self) -> int:
         """Prompt and response tokens together."""
         return len(self.prompt.token_ids) + len(self.response_ids)
+
+    def fail(self, why: str) -> None:
+        """Nothing can be trained on this one, whatever its grade."""
+        self.status, self.metadata, self.grade_failure = Status.FAILED, self.metadata | {"failure": why}, None
 
 
 class Record(NamedTuple):

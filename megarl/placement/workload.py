@@ -145,7 +145,7 @@ def recipe_workload(
         models[CRITIC] = model if recipe.critic.path is None else read(recipe.critic.path)
     if recipe.reward_model is not None:
         models[REWARD] = read(recipe.reward_model.path)
-    if recipe.teacher is not None:
+    if recipe.teacher is not None and recipe.teacher.path is not None:
         models[TEACHER] = read(recipe.teacher.path)
     for role, each in models.items():
         check_context(each, longest, SAMPLE_PARTS, "the model" if each is model else f"{role}.path")

@@ -276,7 +276,7 @@ ALGORITHM_CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
         "teacher",
         lambda r, asked: asked.teacher and r.teacher is None,
-        lambda r: "there is nobody to distill from. Add a section teacher with the path of a model",
+        lambda r: "there is nobody to distill from. Add a section teacher with the path or the servers of a model",
         RL,
     ),
     Contradiction(

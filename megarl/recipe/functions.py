@@ -39,9 +39,9 @@ SETTINGS = (
 ROLE_INPUTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "values": ("critic", "add a section `critic`"),
-        "teacher_logprobs": ("teacher", "add a section `teacher` with its path"),
-        "top_logprobs": ("teacher", "add a section `teacher` with its path"),
-        "teacher_top_logprobs": ("teacher", "add a section `teacher` with its path"),
+        "teacher_logprobs": ("teacher", "add a section `teacher` with its path or servers"),
+        "top_logprobs": ("teacher", "add a section `teacher` with its path or servers"),
+        "teacher_top_logprobs": ("teacher", "add a section `teacher` with its path or servers"),
         "ref_logprobs": ("reference", "set algorithm.kl_coef above 0"),
     }
 )

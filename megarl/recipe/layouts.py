@@ -71,7 +71,7 @@ def _sections(recipe: AnyRecipe) -> dict[RoleName, Reference | Critic | RewardMo
         "reference": recipe.reference if recipe.algorithm.kl_coef > 0 else None,
         "critic": recipe.critic,
         "reward_model": recipe.reward_model,
-        "teacher": recipe.teacher,
+        "teacher": recipe.teacher if recipe.teacher is not None and recipe.teacher.servers is None else None,
     }
 
 

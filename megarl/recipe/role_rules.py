@@ -132,7 +132,22 @@ def _warmup_rule(role: str, kinds: Kinds) -> Contradiction:
     )
 
 
-ROLE_UNREAD: tuple[Unread, ...] = (*_layout_rules(), *_recompute_rules(), *_optimizer_rules())
+def _served(recipe: Recipe) -> bool:
+    """Whether the teacher is behind an address."""
+    return recipe.teacher is not None and recipe.teacher.servers is not None
+
+
+ROLE_UNREAD: tuple[Unread, ...] = (
+    *_layout_rules(),
+    *_recompute_rules(),
+    *_optimizer_rules(),
+    Unread(
+        ("teacher.parallel", "teacher.offload"),
+        lambda r, _: not _served(r),
+        "no rank holds a teacher that is served: name its folder in teacher.path, in the place of teacher.servers",
+        (Recipe,),
+    ),
+)
 ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = (
     *(rule(role, kinds) for role, kinds in LEARNING.items() for rule in (_schedule_rule, _rewind_rule, _warmup_rule)),
     Contradiction(
@@ -142,5 +157,26 @@ ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = (
             "actor.aux_loss_coef has routers balance their experts, and frozen ones cannot. Set that to 0, or this to false"
         ),
         LEARNING["actor"],
+    ),
+    Contradiction(
+        "teacher.path",
+        lambda r, _: r.teacher is not None and r.teacher.path is None and r.teacher.servers is None,
+        lambda _: "it is missing. Name the teacher's folder, or in teacher.servers where it is served",
+        (Recipe,),
+    ),
+    Contradiction(
+        "teacher.servers",
+        lambda r, _: _served(r) and r.teacher.path is not None,
+        lambda _: "teacher.path has the teacher on the run's ranks. Remove one of the two",
+        (Recipe,),
+    ),
+    Contradiction(
+        "teacher.servers",
+        lambda r, _: _served(r) and r.rollout.temperature != 1.0,
+        lambda r: (
+            "SGLang says log-probs of given tokens at temperature 1 alone, and those of the policy are at rollout.temperature "
+            f"{r.rollout.temperature:g}. Set that to 1, or have the teacher on the run's ranks: teacher.path"
+        ),
+        (Recipe,),
     ),
 )

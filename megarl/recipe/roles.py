@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from megarl.recipe.section import Decay, Fraction, PositiveFloat, PositiveInt, Recompute, Section, UserPath
+from megarl.recipe.servers import TeacherServers
 
 
 class Parallel(Section):
@@ -188,7 +189,16 @@ class RewardModel(Section):
 class Teacher(Section):
     """A frozen policy with the same tokenizer, to distill from: algorithm.policy_loss distill_top or distill."""
 
-    path: UserPath = Field(strict=False, description="HF folder (config.json, safetensors), or name on the hub")
+    path: UserPath | None = Field(
+        None,
+        strict=False,
+        description="HF folder (config.json, safetensors), or name on the hub; default: it is served, at teacher.servers",
+    )
+    servers: TeacherServers | None = Field(
+        None,
+        description="servers of it that somebody else started, in the place of path: no rank holds it, and they are asked for "
+        "log-probs of each sample; default: the run's ranks hold it",
+    )
     parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
     offload: tuple[Literal["params"], ...] = Field(
         (), strict=False, description="params: they leave the device while nothing needs them"

@@ -5,6 +5,7 @@ And what a teacher is asked.
 
 from __future__ import annotations
 
+from megarl.core.types import TEACHER_LOGPROBS, TEACHER_TOP
 from megarl.recipe.functions import Own, asked
 from megarl.recipe.schema import Recipe
 
@@ -33,6 +34,18 @@ def asked_of_teacher(recipe: Recipe) -> tuple[bool, bool]:
     """Whether the teacher is asked for its log-probs of the samples' tokens, and for its likeliest tokens."""
     found = asked(recipe.algorithm, "look")
     return found.by_either("teacher_logprobs"), found.teacher_top
+
+
+def served_columns(recipe: Recipe) -> dict[str, tuple[int, ...]]:
+    """Columns of what a teacher behind an address says, which come with the samples; none where ranks hold the teacher.
+
+    By name, what follows [T] in their shapes: of k likeliest tokens, their ids, their log-probs, and that of all others.
+    """
+    if recipe.teacher is None or recipe.teacher.servers is None:
+        return {}
+    of_samples, of_top = asked_of_teacher(recipe)
+    top = {TEACHER_TOP: (2 * recipe.algorithm.distill_top_k + 1,)} if of_top else {}
+    return ({TEACHER_LOGPROBS: ()} if of_samples else {}) | top
 
 
 def old_logprobs_given(recipe: Recipe) -> bool:

@@ -17,13 +17,13 @@ import numpy as np
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.core.types import Block, Prompt, Sample, Status, TokenArray
-from megarl.data.blocks import sample_block
+from megarl.core.types import Block, FloatArray, Prompt, Sample, Status, TokenArray
 from megarl.data.chat import Tokenizer, load_tokenizer
 from megarl.data.mix import rows_by_set
 from megarl.data.prompts import PromptSet, digests_of, load_prompts
 from megarl.recipe.held_out import Eval
 from megarl.recipe.schema import Recipe
+from megarl.recipe.scoring import served_columns
 from megarl.rewards.combine import Graders
 from megarl.rewards.grade import Item
 from megarl.rollout import filters
@@ -32,6 +32,7 @@ from megarl.rollout.attempt import Attempt, Player
 from megarl.rollout.batcher import Part
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.gate import Gate
+from megarl.rollout.handed import blocks_of, columns_of
 from megarl.rollout.journal import JOURNAL, Journal, Written
 from megarl.rollout.notices import Notices
 from megarl.rollout.pieces import Decode
@@ -40,7 +41,8 @@ from megarl.rollout.samples_file import shown, write_samples
 from megarl.rollout.seeds import Purpose
 from megarl.rollout.single_turn import SingleTurn
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
-from megarl.rollout.turns import by_turn, turns_before, turns_of
+from megarl.rollout.teacher import ServedTeacher
+from megarl.rollout.turns import by_turn
 from megarl.serving.client import ATTEMPTS, LONGEST_BACKOFF_S, ServerClient, ServerEndpoint
 from megarl.serving.sampling import Sampling
 
@@ -78,14 +80,16 @@ class Collector:
         player: Player | None = None,
         num_collectors: int = 1,
         notices: Notices | None = None,
+        teacher: ServedTeacher | None = None,
     ) -> None:
-        """player: plays an attempt; default: asks for one response."""
+        """player: plays an attempt; default: asks for one response. teacher: says what it thinks of what is trained on."""
         self._recipe = recipe
         self._journal = Journal(recipe.run.folder / JOURNAL, _patience_s(recipe)) if recipe.train.journal else None
         self._prompts = prompts
         self._eval_prompts = tuple(eval_prompts)
         self._client = client
         self._graders = graders
+        self._teacher = teacher
         self._player = player or SingleTurn()
         concurrency = max(1, recipe.rollout.most_in_flight // num_collectors)
         self._gate = Gate(concurrency, recipe.rollout.num_servers / num_collectors)
@@ -132,6 +136,7 @@ class Collector:
             player=open_player(tokenizer) if open_player is not None else None,
             num_collectors=num_collectors,
             notices=notices,
+            teacher=ServedTeacher.open(recipe, notices.tell),
         )
 
     async def start(self) -> DataFacts:
@@ -147,6 +152,8 @@ class Collector:
         await self._player.close()
         await self._graders.close()
         await self._client.close()
+        if self._teacher is not None:
+            await self._teacher.close()
         if self._journal is not None:
             await self._journal.close()
 
@@ -215,6 +222,11 @@ class Collector:
             # No more than these: the samples themselves are let go once they have been trained on.
             self._probe = _some([(sample.prompt.token_ids, sample.response_ids) for sample in samples])
         return blocks_of(part, samples, by_turn=by_turn(self._recipe))
+
+    async def columns(self, part: Part) -> tuple[FloatArray, ...]:
+        """The columns that came with its samples: of each name of `served_columns` one array a shard."""
+        samples = [self._groups[group].samples[at] for group, at in part.samples]
+        return columns_of(part, samples, served_columns(self._recipe))
 
     async def evaluate(self, rows: Sequence[int], step: int) -> EvalFacts:
         """Answer and grade these held-out prompts."""
@@ -302,25 +314,33 @@ class Collector:
         # A training and a held-out file of one name have rows of the same ids.
         held_out = " (held out)" if purpose == "eval" else ""
         if sample.status is not Status.FAILED:
-            item = Item(
-                sample.prompt.text,
-                sample.response_text,
-                prompt.answer,
-                prompt.metadata | sample.metadata,
-                row=f"{prompt.id}{held_out}",
-                truncated=sample.status is Status.TRUNCATED,
-            )
-            grade = await self._graders.grade(item, prompt.metadata)
-            sample.reward += grade.reward
-            sample.reward_parts = sample.reward_parts | grade.parts
-            sample.grade_failure = grade.failure
-            sample.numbers = sample.numbers | grade.figures
+            await self._judged(sample, prompt, held_out, taught=purpose == "train")
         elif sample.numbers.get("environment_failures") and not self._environment_failed:
             self._environment_failed = True  # people are told of the first: the step's line comes late
             self.notices.tell(f"the episode {sample.id}{held_out} failed: {sample.metadata['failure']}")
         else:
             log.warning("sample %s%s failed: %s", sample.id, held_out, sample.metadata["failure"])
         return sample
+
+    async def _judged(self, sample: Sample, prompt: Prompt, held_out: str, *, taught: bool) -> None:
+        """Grade a sample; and where it is trained on, ask the teacher meanwhile."""
+        item = Item(
+            sample.prompt.text,
+            sample.response_text,
+            prompt.answer,
+            prompt.metadata | sample.metadata,
+            row=f"{prompt.id}{held_out}",
+            truncated=sample.status is Status.TRUNCATED,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            said = tasks.create_task(self._teacher.say(sample)) if self._teacher is not None and taught else None
+            grade = await self._graders.grade(item, prompt.metadata)
+        sample.reward += grade.reward
+        sample.reward_parts = sample.reward_parts | grade.parts
+        sample.grade_failure = grade.failure
+        sample.numbers = sample.numbers | grade.figures
+        if said is not None:
+            said.result().put(sample)
 
     def _write(self, name: str, samples: Sequence[Sample]) -> None:
         """The first samples, for reading: one JSON object a line, whole or not at all."""
@@ -374,27 +394,3 @@ def _some(sequences: Sequence[tuple[TokenArray, ...]]) -> list[list[int]]:
     # Neighbours are of the same group and say much the same: spread over the step.
     chosen = usable[:: max(1, len(usable) // PROBE_SEQUENCES)][:PROBE_SEQUENCES]
     return [np.concatenate(pieces)[-PROBE_TOKENS:].tolist() for pieces in chosen]
-
-
-def blocks_of(part: Part, samples: Sequence[Sample], *, by_turn: bool = False) -> tuple[Block, ...]:
-    """A block for each shard of a step. samples: those of the part, in its order. by_turn: whether turns are rewarded."""
-    number = {int(index): at for at, index in enumerate(part.indices)}
-    blocks = []
-    for indices in part.blocks:
-        at = [number[int(index)] for index in indices]
-        chosen = [_masked(samples[each], part.oldest) for each in at]
-        turns = tuple(turns_of(samples[each]) for each in at) if by_turn else None
-        passed = tuple(turns_before(samples[each], now) for each, now in zip(at, chosen, strict=True))
-        blocks.append(sample_block(chosen, indices, part.weights[at], turns, passed if any(passed) else None))
-    return tuple(blocks)
-
-
-def _masked(sample: Sample, oldest: int) -> Sample:
-    """The sample without its tokens of versions before `oldest` among those that are trained on."""
-    old = [span for span in sample.versions if span.version < oldest]
-    if not old:
-        return sample
-    mask = sample.loss_mask.copy()
-    for span in old:
-        mask[span.start : span.end] = 0
-    return replace(sample, loss_mask=mask, memory=None)

@@ -1,4 +1,6 @@
-"""What episodes were like, and what graders said beside their scores, from the numbers that collectors told of them."""
+"""What episodes were like, what graders said beside their scores, and how long a teacher took, from the numbers that
+collectors told of them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from numpy.typing import NDArray
 
 from megarl.rewards.grade import FIGURES, first_figures
 from megarl.rollout.facts import Flags, GroupFacts
+from megarl.rollout.teacher import FAILURES, WAITED
 
 Numbers = Mapping[str, NDArray[np.float64]]
 
@@ -30,6 +33,18 @@ def episode_metrics(seen: Sequence[GroupFacts], kept: Sequence[Flags]) -> dict[s
         **{f"agent/{name}": float(values.mean()) for name, values in means.items() if len(values)},
         **{f"agent/{name}": float(every[name].sum()) for name in SUMS if name in every},
         **{f"{FIGURES}{name}": mean for name, mean in _figures(used).items()},
+        **_teacher_metrics(every),
+    }
+
+
+def _teacher_metrics(every: Mapping[str, NDArray[np.float64]]) -> dict[str, float]:
+    """How long a teacher behind an address was waited for. every: also of samples that it said nothing of."""
+    if not len(waited := every.get(WAITED, np.zeros(0))):
+        return {}
+    return {
+        "teacher/wait_s_mean": float(waited.mean()),
+        "teacher/wait_s_max": float(waited.max()),
+        "teacher/failures": float(every[FAILURES].sum()),
     }
 
 

@@ -14,11 +14,12 @@ import numpy as np
 import orjson
 
 from megarl.core.errors import MegarlError
-from megarl.core.types import Prompt, Record, Sample, Status, TokenArray, VersionSpan
+from megarl.core.types import FloatArray, Prompt, Record, Sample, Status, TokenArray, VersionSpan
 from megarl.data.blocks import laid
 from megarl.rollout.tasks import GroupTask
 
 # record: L token ids (int32), L log-probs (float32), L bytes of loss mask, label-aligned: see core/types.Record. routing: int16.
+# columns: float32, those of core/types.Sample end to end; column_shapes: name and shape of each.
 COLUMNS = (
     "row integer",
     "first integer",
@@ -41,6 +42,8 @@ COLUMNS = (
     "routing blob",
     "routing_width integer",
     "starts text",
+    "columns blob",
+    "column_shapes text",
     "crc integer",
 )
 NAMES = tuple(column.split()[0] for column in COLUMNS)
@@ -83,6 +86,8 @@ def row_of(
         None if routing is None else np.ascontiguousarray(routing, np.int16).tobytes(),
         0 if routing is None else routing.shape[1],
         _json(sample.starts),
+        b"".join(np.ascontiguousarray(column, np.float32).tobytes() for column in sample.columns.values()) or None,
+        _json([[name, *column.shape] for name, column in sample.columns.items()]),
     )
     # Half a character, in what a grader or an environment said, is none that a file can hold.
     whole = tuple(each.encode(errors="replace").decode() if isinstance(each, str) else each for each in values)
@@ -118,7 +123,14 @@ def read_sample(row: sqlite3.Row, prompt: Prompt) -> Sample:
         routing=None if row["routing"] is None else np.frombuffer(row["routing"], np.int16).reshape(-1, width),
         memory=memory,
         starts=tuple(orjson.loads(row["starts"])),
+        columns=_columns(row["columns"], orjson.loads(row["column_shapes"])),
     )
+
+
+def _columns(blob: bytes | None, shapes: Sequence[Sequence[Any]]) -> dict[str, FloatArray]:
+    ends = np.cumsum([math.prod(shape) for _, *shape in shapes])
+    parts = np.split(np.frombuffer(blob or b"", np.float32), ends[:-1])
+    return {name: part.reshape(shape) for (name, *shape), part in zip(shapes, parts, strict=False)}
 
 
 def _asked(prompt: Prompt, text: str | None, token_ids: TokenArray) -> Prompt:

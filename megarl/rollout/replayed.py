@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from megarl.core.errors import MegarlError
-from megarl.core.types import Block, Sample
+from megarl.core.types import Block, FloatArray, Sample
 from megarl.data.chat import load_tokenizer
 from megarl.data.mix import rows_by_set
 from megarl.data.prompts import PromptSet, digests_of, load_prompts
 from megarl.recipe.schema import Recipe
+from megarl.recipe.scoring import served_columns
 from megarl.rollout import filters
 from megarl.rollout.batcher import Part
-from megarl.rollout.collector import blocks_of
 from megarl.rollout.facts import GroupFacts
+from megarl.rollout.handed import blocks_of, columns_of
 from megarl.rollout.journal import Journal
 from megarl.rollout.notices import Notices
 from megarl.rollout.sample_facts import group_facts
@@ -35,12 +37,13 @@ class ReplayCollector:
         *,
         by_turn: bool = False,
         truncated: filters.Truncated = "learn",
+        columns: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     ) -> None:
         """journal: the folder. prompts: of the rows that it was written with. by_turn: whether turns are rewarded.
 
-        truncated: algorithm.truncated.
+        truncated: algorithm.truncated. columns: that come with the samples (`served_columns`).
         """
-        self._by_turn, self._truncated = by_turn, truncated
+        self._by_turn, self._truncated, self._columns = by_turn, truncated, columns
         self._journal, self._prompts = Journal(journal), prompts
         self._facts = facts or DataFacts(len(prompts), prompts.num_dropped, 0)
         self._groups: dict[int, list[Sample]] = {}
@@ -55,7 +58,8 @@ class ReplayCollector:
         found = load_prompts(recipe.data.train, tokenizer, recipe.data, answered=recipe.agent is None)
         digests, sets = digests_of(found.prompts, recipe.data), rows_by_set(found.prompts, recipe.data)
         facts, truncated = DataFacts(len(found), found.num_dropped, 0, digests, sets), recipe.algorithm.truncated
-        return cls(journal, found, facts, by_turn=by_turn(recipe), truncated=truncated)
+        columns = served_columns(recipe)
+        return cls(journal, found, facts, by_turn=by_turn(recipe), truncated=truncated, columns=columns)
 
     async def start(self) -> DataFacts:
         """There is nothing to start."""
@@ -116,6 +120,10 @@ class ReplayCollector:
         """This collector's block of each shard of a step."""
         samples = [self._groups[group][at] for group, at in part.samples]
         return blocks_of(part, samples, by_turn=self._by_turn)
+
+    async def columns(self, part: Part) -> tuple[FloatArray, ...]:
+        """As of a collector. Raises MegarlError where the journal has none of it."""
+        return columns_of(part, [self._groups[group][at] for group, at in part.samples], self._columns)
 
     async def close(self) -> None:
         """Stop reading."""

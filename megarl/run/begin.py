@@ -180,13 +180,14 @@ def found(loaded: Loaded[R], resume: bool, go_on: bool, recoveries: Recoveries |
 
 
 def handles_of(session: Any, rollout: Rollout, sync: WeightSync, recorder: Recorder, timer: PhaseTimer) -> Handles:
-    """Everybody in a run, as the loop takes them. session: one with roles and, where there is one, a critic."""
-    others = {name: session.roles.get(name) for name in ("reference", "reward_model", "teacher")}
+    """Everybody in a run, as the loop takes them. session: one with roles and, where there are some, a critic and a teacher."""
+    others = {name: session.roles.get(name) for name in ("reference", "reward_model")}
     return Handles(
         rollout,
         session.roles["actor"],
         **others,
         critic=session.critic,
+        teacher=session.teacher,
         sync=sync,
         recorder=recorder,
         timer=timer,

@@ -32,7 +32,8 @@ from megarl.training.run_checkpoints import Committed
 
 MADE_WITH = "made_with.json"  # beside the samples
 FUNCTION = re.compile(r"([A-Za-z_]\w*(?:\.\w+)*):\w+(?:\.\w+)*")
-# Keys that change neither samples nor what is learned from them: a run may go on with others.
+# Keys that change neither samples nor what is learned from them: a run may go on with others. Whether a teacher
+# has servers, teacher.path says.
 HARMLESS = (
     "run.dir",
     "run.name",
@@ -63,6 +64,7 @@ HARMLESS = (
     "rollout.servers",
     "rollout.tp",
     "sync",
+    "teacher.servers",
     "train.async_save",
     "train.epochs",
     "train.journal",

@@ -58,6 +58,7 @@ from megarl.run.rows_check import (
     row_notes,
 )
 from megarl.run.servers_check import check_servers
+from megarl.run.teacher_check import check_teacher
 from megarl.training.run_checkpoints import Checkpoints, Committed
 
 if TYPE_CHECKING:
@@ -169,6 +170,8 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         *notes,
     )
     external = None if replays else check_servers(recipe, model, platform, here=here)
+    if not replays:
+        check_teacher(recipe, model, here=here)
     committed = _read_whole(recipe, committed, rows, with_sets(digests, sets))
     return Preflight(
         plan, platform, model, rows, prompts.num_dropped, len(held_out), notes, external, digests, committed

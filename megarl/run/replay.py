@@ -31,7 +31,15 @@ from megarl.run.journal import changes
 from megarl.run.model_check import with_linears
 from megarl.run.preflight import RESULTS, preflight, reading
 from megarl.run.recorder import Devices, Recorder
-from megarl.run.replayable import Replay, check_greedy, check_inputs, check_model, check_overrides, find_replay
+from megarl.run.replayable import (
+    Replay,
+    check_greedy,
+    check_inputs,
+    check_model,
+    check_overrides,
+    check_served,
+    find_replay,
+)
 from megarl.train import train
 
 if TYPE_CHECKING:
@@ -85,6 +93,7 @@ def run_replay(
         loaded = with_steps(with_linears(loaded))
     check_model(recorded.recipe, loaded.recipe, replay.start)
     check_greedy(recorded.recipe, loaded.recipe)
+    check_served(recorded.recipe, loaded.recipe)
     if replay.last > loaded.recipe.train.steps:
         raise UserError(
             f"train.steps is {loaded.recipe.train.steps}, and step {replay.last} is to be replayed: set --to-step."

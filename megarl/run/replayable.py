@@ -12,6 +12,7 @@ from megarl.data.digests import Digests
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.functions import asked
 from megarl.recipe.schema import Recipe
+from megarl.recipe.scoring import served_columns
 from megarl.rollout.decisions import Decision, read_decisions, standing
 from megarl.rollout.journal import JOURNAL, steps_of
 from megarl.run.journal import MADE_WITH, other_rows
@@ -158,6 +159,17 @@ def check_greedy(recorded: Recipe, recipe: Recipe) -> None:
         raise UserError(
             f"algorithm.advantage: {recipe.algorithm.advantage} compares each sample with a greedy answer to its prompt, and the "
             f"run, of {recorded.algorithm.advantage}, asked for none. Replay it with another advantage."
+        )
+
+
+def check_served(recorded: Recipe, recipe: Recipe) -> None:
+    """What a teacher behind an address said of the samples is in the journal, or nowhere. Raises UserError."""
+    was, needs = served_columns(recorded), served_columns(recipe)
+    if missing := [name for name, shape in needs.items() if was.get(name) != shape]:
+        raise UserError(
+            f"teacher.servers: a replay asks no server, and the journal has no {', '.join(missing)} as this recipe learns from "
+            f"them; it has {', '.join(was) or 'nothing of a teacher'}. Replay it with the loss of the run and its "
+            "algorithm.distill_top_k, or have the teacher on ranks: teacher.servers=null and teacher.path=FOLDER."
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.roles import RewardModel, Teacher
@@ -33,9 +34,11 @@ def role_specs(recipe: Recipe, checked: Preflight) -> dict[str, RoleSpec]:
     if recipe.critic is not None:
         specs[CRITIC] = _critic_spec(recipe, checked, actor)
     if recipe.reward_model is not None:
-        specs[REWARD_MODEL] = replace(_of_section(actor, REWARD_MODEL, recipe, recipe.reward_model), head="score")
-    if recipe.teacher is not None:
-        specs[TEACHER] = _of_section(actor, TEACHER, recipe, recipe.teacher)
+        specs[REWARD_MODEL] = replace(
+            _of_section(actor, REWARD_MODEL, recipe, recipe.reward_model, recipe.reward_model.path), head="score"
+        )
+    if recipe.teacher is not None and recipe.teacher.path is not None:
+        specs[TEACHER] = _of_section(actor, TEACHER, recipe, recipe.teacher, recipe.teacher.path)
     return specs
 
 
@@ -100,8 +103,8 @@ def _critic_spec(recipe: Recipe, checked: Preflight, actor: RoleSpec) -> RoleSpe
     )
 
 
-def _of_section(actor: RoleSpec, role: str, recipe: Recipe, section: RewardModel | Teacher) -> RoleSpec:
-    return replace(_frozen(actor, role, recipe), folder=section.path.resolve(), offload=section.offload)
+def _of_section(actor: RoleSpec, role: str, recipe: Recipe, section: RewardModel | Teacher, folder: Path) -> RoleSpec:
+    return replace(_frozen(actor, role, recipe), folder=folder.resolve(), offload=section.offload)
 
 
 def _frozen(actor: RoleSpec, role: str, recipe: AnyRecipe) -> RoleSpec:

@@ -13,7 +13,7 @@ from megarl.cluster.feeder import Feeder
 from megarl.cluster.healing import Restarts
 from megarl.cluster.kept import KeptPool, keep
 from megarl.cluster.ranks import RankGroup
-from megarl.cluster.roles import Role
+from megarl.cluster.roles import AskedTeacher, Role
 from megarl.cluster.rollout import LaunchingRollout, RolloutPool
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.samples import LaunchingSamples, Samples
@@ -28,18 +28,20 @@ from megarl.core.pending import Joined
 from megarl.core.protocols import Pending
 from megarl.core.scratch import Scratch
 from megarl.core.timing import PhaseTimer
+from megarl.core.types import TEACHER_LOGPROBS, TEACHER_TOP
 from megarl.data.rows import data_files
 from megarl.models.lora_served import ADAPTER, ServedLora
 from megarl.placement.workload import read_model
 from megarl.recipe.layouts import SHARED, num_shards, pools_of, role_layouts
 from megarl.recipe.sampling_rules import beside_ranks, check_beside, overlaps
 from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.scoring import served_columns
 from megarl.recipe.supervised import SupervisedRecipe
 from megarl.run.cores import server_threads
 from megarl.run.kept import Kept
 from megarl.run.preflight import Preflight
 from megarl.run.recovery import goes_on
-from megarl.run.role_specs import ACTOR, CRITIC, role_specs, supervised_specs
+from megarl.run.role_specs import ACTOR, CRITIC, TEACHER, role_specs, supervised_specs
 from megarl.run.sending import pool_slots, sending_of
 from megarl.run.server_spec import server_spec
 from megarl.run.servers_check import lora_at_servers
@@ -51,7 +53,7 @@ log = get_logger(__name__)
 
 # What a role's update may read; its loss takes what it needs of these.
 _READS = {
-    ACTOR: frozenset({"old_logprobs", "advantages", "ref_logprobs", "teacher_logprobs", "teacher_top"}),
+    ACTOR: frozenset({"old_logprobs", "advantages", "ref_logprobs", TEACHER_LOGPROBS, TEACHER_TOP}),
     CRITIC: frozenset({"values", "returns"}),
 }
 
@@ -71,19 +73,24 @@ class Session:
 
 @dataclass(frozen=True)
 class TrainSession(Session):
-    """Of a reinforcement-learning run. critic: `roles[CRITIC]`, as the loop talks to it; None where there is none."""
+    """Of a reinforcement-learning run.
+
+    critic: `roles[CRITIC]`, as the loop talks to it. teacher: one of the roles, or behind an address. None where there is none.
+    """
 
     rollout: RolloutPool
     sync: WeightSync | SyncAfterCritic
     critic: LearningCritic | None
+    teacher: Role | AskedTeacher | None
 
 
 @dataclass(frozen=True)
 class ReplaySession(Session):
-    """Of a replay. critic: as of TrainSession."""
+    """Of a replay. critic, teacher: as of TrainSession."""
 
     samples: Samples
     critic: LearningCritic | None
+    teacher: Role | AskedTeacher | None
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,10 @@ def _with_critic(
     if learning is None or share_no_device(pool_slots(runtime, recipe)[_homes(recipe)[CRITIC]], servers):
         return learning, sync
     return learning, SyncAfterCritic(sync, learning)
+
+
+def _teacher(recipe: Recipe, roles: dict[str, Role]) -> Role | AskedTeacher | None:
+    return AskedTeacher() if served_columns(recipe) else roles.get(TEACHER)
 
 
 def _learning(recipe: Recipe, critic: Role | None, timer: PhaseTimer) -> LearningCritic | None:
@@ -304,7 +315,7 @@ def train_session(
         rollout = rollout or launching.ready()
         pushing = WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe, sending)
         critic, sync = _with_critic(runtime, recipe, roles.get(CRITIC), pushing, slots, timer)
-        session = TrainSession(roles, rollout, sync, critic)
+        session = TrainSession(roles, rollout, sync, critic, _teacher(recipe, roles))
         keeping = _keeping(kept, runtime, recipe, session, slots)
         with _letting_go(checked.external, rollout, pushing), keeping, _closing(rollout):
             yield session
@@ -336,7 +347,7 @@ def replay_session(
         )
         roles = _build_roles(role_specs(recipe, checked), _start_pools(runtime, recipe, waiter), recipe)
         samples = launching.ready(Restarts(0))
-        yield ReplaySession(roles, samples, _learning(recipe, roles.get(CRITIC), timer))
+        yield ReplaySession(roles, samples, _learning(recipe, roles.get(CRITIC), timer), _teacher(recipe, roles))
         samples.close()
 
 

@@ -104,17 +104,17 @@ def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = Fal
             "some that are not finite, or its kernels fail; its log says more."
         )
     if flat is not None and len(flat) == ROW * len(token_ids):
-        logprobs, logprobs_of = _floats(flat[::ROW], "output_token_logprobs", where), flat[1::ROW]
+        logprobs, logprobs_of = floats(flat[::ROW], "output_token_logprobs", where), flat[1::ROW]
     else:
         whole = meta if flat is None else read_json(body, where)["meta_info"]
         rows = field(whole, "output_token_logprobs", list, where, "meta_info.")
-        logprobs, logprobs_of = _logprobs(rows, len(token_ids), where), _column(rows, 1)
+        logprobs, logprobs_of = _logprobs(rows, len(token_ids), where), column(rows, 1)
     _check_logprobs(logprobs, logprobs_of, token_ids, where)
     # A request that is ended while it waits in the server's queue is answered without these.
     counts = {"prompt_tokens": num_prompt, "cached_tokens": 0} | meta
     read = field(counts, "prompt_tokens", int, where, "meta_info.")
     if read < num_prompt and finish != "abort":
-        raise _cut(where, read, num_prompt)
+        raise cut(where, read, num_prompt)
     routing = _routing(meta.get("routed_experts"), read + len(token_ids) - 1, where)
     if routed and routing is None and finish != "abort":
         raise AnswerError(
@@ -135,19 +135,8 @@ def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = Fal
     )
 
 
-def read_prompt_logprobs(body: bytes, where: str, num_prompt: int) -> FloatArray:
-    """Log-probs of a prompt's tokens but the first, out of an answer of /generate: [P - 1].
-
-    num_prompt: tokens that were sent, P. Raises AnswerError.
-    """
-    meta = field(read_json(body, where), "meta_info", dict, where)
-    rows = field(meta, "input_token_logprobs", list, where, "meta_info.")
-    if len(rows) != num_prompt:
-        raise _cut(where, len(rows), num_prompt)
-    return _floats(_column(rows[1:]), "input_token_logprobs", where)  # nothing stands before the first
-
-
-def _cut(where: str, read: int, sent: int) -> AnswerError:
+def cut(where: str, read: int, sent: int) -> AnswerError:
+    """That a server read fewer tokens than it was sent."""
     return AnswerError(
         f"{where} answered to {read} tokens, and was asked with {sent}: a server with --allow-auto-truncate cuts a prompt that "
         "its context or its cache does not hold. Start it without that flag."
@@ -203,10 +192,11 @@ def _without_rows(body: bytes, where: str) -> tuple[Any, list[Any] | None]:
 def _logprobs(rows: Sequence[Any], count: int, where: str) -> FloatArray:
     if len(rows) != count:
         raise AnswerError(f"{where}: meta_info.output_token_logprobs has {len(rows)} rows for {count} output_ids.")
-    return _floats(_column(rows), "output_token_logprobs", where)
+    return floats(column(rows), "output_token_logprobs", where)
 
 
-def _column(rows: Sequence[Any], at: int = 0) -> list[Any]:
+def column(rows: Sequence[Any], at: int = 0) -> list[Any]:
+    """What stands there in each of these rows; None in one that has nothing there."""
     return [row[at] if isinstance(row, list) and len(row) > at else None for row in rows]
 
 
@@ -226,7 +216,8 @@ def _check_logprobs(logprobs: FloatArray, of: list[Any], token_ids: TokenArray, 
         )
 
 
-def _floats(values: Sequence[Any], name: str, where: str) -> FloatArray:
+def floats(values: Sequence[Any], name: str, where: str) -> FloatArray:
+    """Log-probs as an array. name: of their field. Raises AnswerError where one is no number."""
     try:
         return np.frombuffer(array("f", values), np.float32)
     except TypeError as error:

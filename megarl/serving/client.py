@@ -17,10 +17,11 @@ import orjson
 
 from megarl.core.errors import DeadlineError, MegarlError
 from megarl.core.log import get_logger
-from megarl.core.types import FloatArray, TokenArray
+from megarl.core.types import TokenArray
 from megarl.serving import answers
 from megarl.serving.answers import Generation, read_generation
 from megarl.serving.deadline import deadline
+from megarl.serving.prompt_scores import PromptScores, asking, read_scores
 from megarl.serving.sampling import Sampling, prompt_key
 
 if TYPE_CHECKING:
@@ -155,18 +156,19 @@ class ServerClient:
                         raise
             return read_generation(await self._send("POST", "/generate", body), what, len(ids), sampling.routing)
 
-    async def prompt_logprobs(self, token_ids: Sequence[int] | TokenArray, deadline_s: float = CALL_S) -> FloatArray:
-        """Log-probs of tokens 1.. given those before: [P - 1], natural log, unscaled (temperature 1)."""
+    async def prompt_scores(
+        self,
+        token_ids: Sequence[int] | TokenArray,
+        deadline_s: float = CALL_S,
+        *,
+        first: int = 1,
+        top: int = 0,
+        alone: bool = False,
+    ) -> PromptScores:
+        """What the server says of tokens first.. given those before; see `asking`. Raises as `ask` does."""
         ids = np.asarray(token_ids).tolist()
-        body = {
-            "input_ids": ids,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            **self._adapter,
-        }
-        answer = await self._post("/generate", body, deadline_s)
-        return answers.read_prompt_logprobs(answer, self._what("/generate"), len(ids))
+        answer = await self._post("/generate", asking(ids, first, top, alone=alone) | self._adapter, deadline_s)
+        return read_scores(answer, self._what("/generate"), ids, first, top)
 
     async def health(self, deadline_s: float = 5.0) -> bool:
         """Whether the server answers that it is well."""

@@ -45,7 +45,8 @@ async def probe_servers(servers: Sequence[ServerEndpoint], probe: Probe, deadlin
     async def one(server: ServerEndpoint) -> list[FloatArray] | str:
         try:
             async with ServerClient(server) as client:
-                return await asyncio.gather(*(client.prompt_logprobs(row, deadline_s) for row in probe))
+                answers = await asyncio.gather(*(client.prompt_scores(row, deadline_s) for row in probe))
+                return [answer.logprobs for answer in answers]
         except MegarlError as error:
             return str(error)
 

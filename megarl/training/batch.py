@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.core.layout import Layout
-from megarl.core.types import FloatArray, IntArray, MicroBatch, RoutingArray
+from megarl.core.types import TEACHER_TOP, FloatArray, IntArray, MicroBatch, RoutingArray
 
 PADDING = -1
-TEACHER_TOP = "teacher_top"  # the column of a teacher's likeliest labels: `joined_top`
 Bounds = NDArray[np.int32]  # cu_seqlens
 
 

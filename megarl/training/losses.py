@@ -20,9 +20,10 @@ from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.sequences import sequence_sums, spread_means
 from megarl.algorithms.value_loss import clipped_value_loss
 from megarl.core.errors import MegarlError
+from megarl.core.types import TEACHER_TOP
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.functions import OF_TOP, is_own, policy_loss_function, settings
-from megarl.training.batch import TEACHER_TOP, DeviceBatch, split_top
+from megarl.training.batch import DeviceBatch, split_top
 from megarl.training.logprob import TokenScores
 from megarl.training.metrics import LossOutput
 from megarl.training.pair_losses import dpo_fn, reward_fn

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.core.types import VersionSpan
-from megarl.serving.answers import AnswerError, clip, read_generation, read_prompt_logprobs
+from megarl.serving.answers import AnswerError, clip, read_generation
 from tests.support.fake_sglang import generation
 
 WHERE = "server 0 (http://h:1) /generate"
@@ -134,12 +134,3 @@ def test_a_token_that_is_certain_may_have_what_rounding_makes_of_its_log_prob() 
 def test_what_is_no_answer_at_all_is_shown(body: bytes) -> None:
     with pytest.raises(AnswerError, match="server 0"):
         read_generation(body, WHERE, 3)
-
-
-def test_log_probs_of_a_prompt_leave_out_the_first_token() -> None:
-    body = orjson.dumps({"meta_info": {"input_token_logprobs": [[None, 4, None], [-0.5, 5, None]]}})
-    assert read_prompt_logprobs(body, WHERE, 2).tolist() == [-0.5]
-    with pytest.raises(AnswerError, match="answered to 2 tokens, and was asked with 3"):
-        read_prompt_logprobs(body, WHERE, 3)
-    with pytest.raises(AnswerError, match="input_token_logprobs is missing"):
-        read_prompt_logprobs(orjson.dumps({"meta_info": {}}), WHERE, 2)

@@ -220,14 +220,14 @@ def test_health_is_false_when_late() -> None:
     assert healthy is False
 
 
-def test_prompt_logprobs_leave_out_the_first_token() -> None:
+def test_scores_of_given_tokens_leave_out_the_first() -> None:
     def prepare(fake: FakeSglang) -> None:
         answer = generation([])
         answer["meta_info"]["input_token_logprobs"] = [[None, 4, None], [-0.5, 5, None], [-1.5, 6, None]]
         fake.answer = lambda _: answer
 
-    result, fake = talk(lambda client: client.prompt_logprobs([4, 5, 6]), prepare)
-    assert result.tolist() == [-0.5, -1.5]
+    result, fake = talk(lambda client: client.prompt_scores([4, 5, 6]), prepare)
+    assert (result.logprobs.tolist(), result.top_ids.shape) == ([-0.5, -1.5], (2, 0))
     assert fake.bodies("/generate")[0]["logprob_start_len"] == 0
 
 

@@ -18,6 +18,7 @@ from megarl.serving.answers import Generation
 from megarl.serving.call_parser import CallParser, Parsed
 from megarl.serving.client import ServerClient
 from megarl.serving.process import process_tree
+from megarl.serving.prompt_scores import PromptScores
 from megarl.serving.sampling import Sampling
 from tests.support.sampled import generate_sample
 from tests.support.served import CONTEXT, KEY, HfModel, Pool
@@ -51,7 +52,7 @@ def test_prompt_and_response_fill_all_of_the_context_that_was_asked_for(served: 
 
     async def go() -> list[int]:
         async with ServerClient(served.router.endpoint, attempts=1) as client:
-            lengths = [len(await client.prompt_logprobs([5] * CONTEXT))]
+            lengths = [len((await client.prompt_scores([5] * CONTEXT)).logprobs)]
             for left in (1, 2, 8):
                 while True:  # until one does not end by itself
                     answer = await client.generate([5] * (CONTEXT - left), Sampling(left))
@@ -93,17 +94,25 @@ def test_servers_behind_the_router_read_calls_of_tools(served: Pool) -> None:
         assert (own.text.strip(), own.unread, none.calls, none.unread) == ("I count.", False, (), False)
 
 
-def test_prompt_logprobs_equal_transformers(served: Pool) -> None:
+def test_scores_of_given_tokens_equal_transformers(served: Pool) -> None:
     reference = HfModel(served.model)
 
-    async def go() -> list[np.ndarray]:
+    async def go() -> list[list[PromptScores]]:
         async with ServerClient(served.servers[0].endpoint) as client:
-            # Twice: the second time the prompts are in the cache.
-            await asyncio.gather(*(client.prompt_logprobs(prompt) for prompt in PROMPTS))
-            return await asyncio.gather(*(client.prompt_logprobs(prompt) for prompt in PROMPTS))
+            # Twice: the second time the prompts are in the cache. Then of the last tokens, with the likeliest in their places.
+            await asyncio.gather(*(client.prompt_scores(prompt) for prompt in PROMPTS))
+            return [
+                await asyncio.gather(*(client.prompt_scores(prompt) for prompt in PROMPTS)),
+                await asyncio.gather(*(client.prompt_scores(prompt, first=2, top=3) for prompt in PROMPTS)),
+            ]
 
-    for prompt, found in zip(PROMPTS, asyncio.run(go()), strict=True):
-        np.testing.assert_allclose(found, reference.logprobs(prompt), atol=1e-5)
+    for prompt, whole, part in zip(PROMPTS, *asyncio.run(go()), strict=True):
+        expected = reference.logprobs(prompt)
+        np.testing.assert_allclose(whole.logprobs, expected, atol=1e-5)
+        np.testing.assert_allclose(part.logprobs, expected[1:], atol=1e-5)
+        values, ids = reference.distributions(prompt)[1:].topk(3, dim=1)
+        np.testing.assert_array_equal(part.top_ids, ids)
+        np.testing.assert_allclose(part.top_logprobs, values, atol=1e-5)
 
 
 def test_a_response_keeps_its_end_token_and_says_how_it_ended(served: Pool) -> None:

@@ -42,11 +42,16 @@ class HfModel:
 
     def logprobs(self, token_ids: Sequence[int], temperature: float = 1.0) -> FloatArray:
         """Log-probs of tokens 1.. given those before: [L - 1]."""
+        labels = torch.tensor(list(token_ids[1:]))
+        chosen = self.distributions(token_ids, temperature).gather(1, labels[:, None])
+        found: FloatArray = chosen[:, 0].numpy().astype(np.float32)
+        return found
+
+    def distributions(self, token_ids: Sequence[int], temperature: float = 1.0) -> Tensor:
+        """Log-probs of all tokens in the places of tokens 1.. : [L - 1, V]."""
         with torch.no_grad():
             logits = self.model(torch.tensor([list(token_ids)])).logits[0, :-1] / temperature
-        labels = torch.tensor(list(token_ids[1:]))
-        found: FloatArray = torch.log_softmax(logits, -1).gather(1, labels[:, None])[:, 0].numpy().astype(np.float32)
-        return found
+        return torch.log_softmax(logits, -1)
 
     def perturb(self, seed: int) -> None:
         """Move every weight a little, as an optimizer step would."""

@@ -64,7 +64,7 @@ def servers_of(
 async def asked(server: ServerEndpoint) -> FloatArray:
     """The server's log-probs of TOKENS 1.."""
     async with ServerClient(server) as client:
-        return await client.prompt_logprobs(TOKENS)
+        return (await client.prompt_scores(TOKENS)).logprobs
 
 
 def write_model(folder: Path, family: str, **overrides: Any) -> Path:
