@@ -155,7 +155,7 @@ def answers(endpoint: ServerEndpoint) -> list[list[float]]:
     async def ask() -> list[list[float]]:
         async with ServerClient(endpoint) as client:
             await client.flush_cache(10.0)
-            return [(await client.prompt_logprobs(row, DEADLINE_S)).tolist() for row in PROBE]
+            return [(await client.prompt_scores(row, DEADLINE_S)).logprobs.tolist() for row in PROBE]
 
     return asyncio.run(ask())
 

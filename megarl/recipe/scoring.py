@@ -44,8 +44,8 @@ def served_columns(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     if recipe.teacher is None or recipe.teacher.servers is None:
         return {}
     of_samples, of_top = asked_of_teacher(recipe)
-    top = {TEACHER_TOP: (2 * recipe.algorithm.distill_top_k + 1,)} if of_top else {}
-    return ({TEACHER_LOGPROBS: ()} if of_samples else {}) | top
+    shapes: dict[str, tuple[int, ...]] = {TEACHER_LOGPROBS: ()} if of_samples else {}
+    return shapes | ({TEACHER_TOP: (2 * recipe.algorithm.distill_top_k + 1,)} if of_top else {})
 
 
 def old_logprobs_given(recipe: Recipe) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from megarl.core.errors import MegarlError
 from megarl.core.types import Block, FloatArray, Sample
-from megarl.data.blocks import joined, sample_block
+from megarl.data.blocks import sample_block
 from megarl.rollout.batcher import Part
 from megarl.rollout.turns import turns_before, turns_of
 
@@ -42,7 +42,7 @@ def columns_of(part: Part, samples: Sequence[Sample], shapes: Mapping[str, tuple
     samples: as of `blocks_of`. shapes: by name, what follows [T]. Raises MegarlError where a sample has none of it.
     """
     return tuple(
-        joined([np.zeros((0, *rest)), *(_column(samples[each], name, rest) for each in at)])
+        np.concatenate([np.zeros((0, *rest), np.float32), *(_column(samples[each], name, rest) for each in at)])
         for name, rest in shapes.items()
         for at in _places(part)
     )

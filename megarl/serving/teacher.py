@@ -73,8 +73,8 @@ def _unlike(what: str, tokens: tuple[int, ...], context: int, wanted: Wanted) ->
     if tokens != wanted.probe_ids:
         return (
             f"{what} has another tokenizer than model.path: it makes {len(tokens)} tokens of a text of which the policy's "
-            f"makes {len(wanted.probe_ids)}, or other ones, so that the policy's tokens mean something else to it. Serve a model of "
-            "the policy's family."
+            f"makes {len(wanted.probe_ids)}, or other ones, so that the policy's tokens mean something else to it. Serve a "
+            "model of the policy's family."
         )
     if context < wanted.context:
         return (

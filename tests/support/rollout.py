@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.core.types import BatchInfo, Block, Column, EvalResult, Prompt, Shard, ShardPlan
+from megarl.core.types import BatchInfo, Block, Column, EvalResult, FloatArray, Prompt, Shard, ShardPlan
 from megarl.data.pack import assemble, join_columns, split_column
 from megarl.data.prompts import PromptSet
 from megarl.models.config import ModelConfig
 from megarl.recipe.schema import Recipe
+from megarl.recipe.scoring import served_columns
 from megarl.rewards.combine import Graders
 from megarl.rollout.attempt import Player
 from megarl.rollout.collector import Collector
 from megarl.rollout.coordinator import Coordinator
 from megarl.rollout.local_advantages import LocalAdvantages, StepPlan, column_names
 from megarl.rollout.replayed import ReplayCollector
+from megarl.rollout.teacher import ServedTeacher
 from megarl.serving.client import ServerClient, ServerEndpoint
 
 
@@ -47,14 +49,16 @@ class LocalRollout:
         client: Any = None,
         player: Player | None = None,
         replay: Path | None = None,
+        teacher: ServerEndpoint | None = None,
     ) -> None:
+        """teacher: where the recipe's teacher is served."""
         self.recipe, self._model, self._num_shards, self._beside = recipe, model, num_shards, beside
 
         self._replay = replay
 
         def collector() -> Collector | ReplayCollector:
             if replay is not None:
-                return ReplayCollector(replay, prompts)
+                return ReplayCollector(replay, prompts, columns=served_columns(recipe))
             return Collector(
                 recipe,
                 prompts=prompts,
@@ -64,6 +68,9 @@ class LocalRollout:
                 decode=lambda ids: " ".join(map(str, ids)),
                 player=player,
                 num_collectors=num_collectors,
+                teacher=None
+                if teacher is None
+                else ServedTeacher([ServerClient(teacher)], served_columns(recipe), 128, print),
             )
 
         self._collector = collector
@@ -72,6 +79,7 @@ class LocalRollout:
         self.coordinator: Any = None
         self._plan: StepPlan | None = None
         self._blocks: list[tuple[Block, ...]] = []
+        self._said: list[tuple[FloatArray, ...]] = []
 
     async def start(self) -> None:
         """Start the graders and the coordinator."""
@@ -104,9 +112,21 @@ class LocalRollout:
         """A step's shards, as the ranks put them together."""
         await self.coordinator.release(version)  # a weight sync comes before each step
         self._plan = plan = await self.coordinator.next(step, version)
-        parts = zip(self.collectors, plan.parts, strict=True)
+        parts = list(zip(self.collectors, plan.parts, strict=True))
         self._blocks = [await collector.part(part) for collector, part in parts]
+        self._said = [await collector.columns(part) for collector, part in parts]
         return [assemble(each, blocks) for each, blocks in zip(plan.plans, self._by_shard(), strict=True)], plan.info
+
+    async def columns(self) -> dict[str, list[Column]]:
+        """The columns that came with the step's samples, by name one a shard, as the ranks put them together."""
+        plans = self._plan.plans if self._plan else ()
+        return {
+            name: [
+                join_columns(each, blocks, [said[at * len(plans) + shard] for said in self._said])
+                for shard, (each, blocks) in enumerate(zip(plans, self._by_shard(), strict=True))
+            ]
+            for at, name in enumerate(served_columns(self.recipe))
+        }
 
     def advantages(self, step: int, columns: Mapping[str, Sequence[Column]]) -> Learned:
         """What the update learns from. columns: by name, one a shard."""
