@@ -67,7 +67,8 @@ def check_functions(recipe: Recipe, sources: Mapping[str, str], *, recorded: boo
 
     Imports those named by import path. Raises UserError.
     """
-    check_algorithm(recipe.algorithm, set(role_layouts(recipe)))
+    taught = [] if recipe.teacher is None else ["teacher"]  # which may be on no rank
+    check_algorithm(recipe.algorithm, {*role_layouts(recipe), *taught})
     problems = check_recipe(recipe, sources, look=True, recorded=recorded)
     if len(problems) == 1:
         raise UserError(problems[0])

@@ -284,6 +284,15 @@ TRAIN: dict[str, Sequence[str]] = {
     **_under("reward_model", {"path": [f"{ROOT}/scored2"], "weight": ["0.5"], "level": ["token"], **_FROZEN}),
     **_under("teacher.parallel", _PARALLEL),
     **_under("teacher", {"path": [f"{ROOT}/dense2", f"{ROOT}/moe"], **_FROZEN}),
+    **_under(
+        "teacher.servers",
+        {
+            "urls": ["['http://127.0.0.1:1', 'http://127.0.0.1:3']"],
+            "key_env": ["GRADER_KEY"],
+            "timeout_s": ["5.0"],
+            "concurrency": ["2"],
+        },
+    ),
     "placement.name": ["colocate"],
     "placement.pools": ["{a: {devices: 1, roles: [actor]}, b: {devices: 1, roles: [reference]}}"],
     **_under(
@@ -385,6 +394,7 @@ _BEST = ("train.steps=4", "train.save_every=1", "train.keep_last=1", "eval.every
 _EPOCHS = ("train.steps=0", "train.epochs=2")
 _SEARCH = "placement.name=colocate"
 _DISTILL = ("algorithm.policy_loss=distill", _TEACHER)
+_SERVED = ("algorithm.policy_loss=distill", "teacher.servers={urls: ['http://127.0.0.1:1', 'http://127.0.0.1:2']}")
 _DISTILL_TOP = ("algorithm.policy_loss=distill_top", _TEACHER)
 
 
@@ -421,6 +431,8 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "KL steered": [_KL, "algorithm.kl_in=reward", "algorithm.kl_control.target=0.1"],
         "distilled": _DISTILL,
         "distilled at the likeliest": _DISTILL_TOP,
+        "distilled from servers": _SERVED,
+        "distilled at the likeliest, from servers": ["algorithm.policy_loss=distill_top", *_SERVED[1:]],
         "distilled advantages": ["algorithm.advantage=distill", _TEACHER],
         "dapo": ["algorithm.preset=dapo"],
         "graders, dapo": [*_GRADERS, "algorithm.preset=dapo"],
@@ -525,7 +537,8 @@ SWEEPS: dict[str, Sequence[str]] = {
     "reference.offload": ("plain", "KL in the loss", "adapters", "distilled", _SEARCHED["reference"]),
     **dict.fromkeys(("critic.offload", "critic.recompute"), ("critic", _SEARCHED["critic"])),
     "reward_model.offload": ("scored", _SEARCHED["reward_model"]),
-    "teacher.offload": ("distilled", _SEARCHED["teacher"]),
+    "teacher.offload": ("distilled", "distilled from servers", _SEARCHED["teacher"]),
+    "teacher.servers": ("plain", "distilled", "distilled from servers"),
     "actor.optimizer": ("plain", "actor by sgd", "actor falling"),
     "actor.optimizer.freeze_router": ("plain", "adapters", "experts"),
     "critic.optimizer.freeze_router": ("plain", "critic by adam", "critic of experts"),
@@ -569,7 +582,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "algorithm.whiten": ("plain", "critic, whitened", "KL steered", "distilled", "dapo", "own advantage"),
     **dict.fromkeys(
         ("algorithm.distill_top_k", "algorithm.distill_beta", "algorithm.distill_forward_weight"),
-        ("plain", "distilled at the likeliest"),
+        ("plain", "distilled at the likeliest", "distilled at the likeliest, from servers"),
     ),
     "algorithm.keep_groups": ("plain", "dapo", "graders, dapo"),
     "algorithm.on_logprob_diff": ("plain", "bounded drift"),

@@ -18,6 +18,7 @@ from megarl.recipe.supervised import SftRecipe
 
 DISTILL = ("algorithm.policy_loss=distill", "teacher.path=m")
 TOP = ("algorithm.policy_loss=distill_top", "teacher.path=m")
+SERVED = ("algorithm.policy_loss=distill", "teacher.servers.urls=['http://127.0.0.1:1']")
 DISTILLED = ("algorithm.advantage=distill", "teacher.path=m")
 DETERMINISTIC = ("rollout.deterministic=true", "cluster.platform=cpu")
 REMOTE = "reward.graders.x={kind: remote, url: 'http://h'}"
@@ -57,6 +58,10 @@ UNREAD = [
     (
         [*TOP, "algorithm.distill_forward_weight=0.5", "algorithm.distill_beta=0.5"],
         ["algorithm.distill_forward_weight=null"],
+    ),
+    *(
+        ([*SERVED, key], ["teacher.servers=null", "teacher.path=m"])
+        for key in ("teacher.parallel.tp=1", "teacher.offload=[params]")
     ),
     (["reference.refresh_every=2"], ["algorithm.kl_coef=0.1"]),
     (["algorithm.advantage=rloo", "algorithm.normalize_std=true"], ["algorithm.advantage=egpo"]),
@@ -386,6 +391,15 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         ),
         (["data.mix={math: 0}"], "all of its shares are 0"),
         (["train.steps=0"], "nothing says how long the run is. Set it, or train.epochs"),
+        (
+            [SERVED[0], "teacher={}"],
+            "`teacher.path` (by default): it is missing. Name the teacher's folder, or in teacher.servers",
+        ),
+        ([*SERVED, "teacher.path=m"], "teacher.path has the teacher on the run's ranks. Remove one of the two"),
+        (
+            [*SERVED, "rollout.temperature=0.7"],
+            "at temperature 1 alone, and those of the policy are at rollout.temperature 0.7. Set that to 1",
+        ),
         (["actor.optimizer={warmup_steps: 2, warmup_share: 0.1}"], "actor.optimizer.warmup_steps says how long"),
         (["actor={aux_loss_coef: 0.1, optimizer: {freeze_router: true}}"], "and frozen ones cannot. Set that to 0"),
         (["agent.max_turns=3"], "nobody would answer the policy"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.recipe.algorithm import Algorithm, Correction
-from megarl.recipe.roles import Actor
-from megarl.recipe.scoring import old_logprobs_given, scored_first
+from megarl.recipe.layouts import role_layouts
+from megarl.recipe.roles import Actor, Teacher
+from megarl.recipe.scoring import old_logprobs_given, scored_first, served_columns
+from megarl.recipe.servers import TeacherServers
 from tests.rollout.steps import recipe_of
 
 
@@ -45,3 +48,21 @@ def test_a_pass_of_its_own_is_where_something_needs_it(
 def test_a_function_that_nobody_looks_at_may_need_it() -> None:
     recipe = recipe_of(Algorithm(advantage="package.that_is_not_there:function"))
     assert scored_first(recipe, "may ask for all")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ({"policy_loss": "distill"}, {"teacher_logprobs": ()}),
+        ({"advantage": "distill"}, {"teacher_logprobs": ()}),
+        ({"policy_loss": "distill_top", "distill_top_k": 5}, {"teacher_top": (11,)}),
+    ],
+)
+def test_what_a_served_teacher_says_comes_with_the_samples_and_no_rank_holds_it(
+    algorithm: dict[str, Any], expected: dict[str, tuple[int, ...]]
+) -> None:
+    served = Teacher(servers=TeacherServers(urls=("http://a:1",)))
+    recipe = recipe_of(Algorithm(**algorithm), teacher=served)
+    assert served_columns(recipe) == expected and set(role_layouts(recipe)) & {"teacher"} == set()
+    held = recipe_of(Algorithm(**algorithm), teacher=Teacher(path=Path("t")))
+    assert served_columns(held) == {} and "teacher" in role_layouts(held)

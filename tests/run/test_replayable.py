@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from megarl.rollout.journal import JOURNAL
 from megarl.run.journal import MADE_WITH
 from megarl.run.preflight import CHECKPOINTS
 from megarl.run.replay import compared
-from megarl.run.replayable import check_greedy, check_inputs, check_model, check_overrides, find_replay
+from megarl.run.replayable import check_greedy, check_inputs, check_model, check_overrides, check_served, find_replay
 from megarl.training.run_checkpoints import Checkpoints
 from tests.rollout.test_collector import make_recipe
 from tests.support.tiny import write_tiny_model
@@ -123,6 +124,22 @@ def test_greedy_answers_are_asked_for_only_where_the_run_had_some(tmp_path: Path
         check_greedy(recorded, recipe)
     with pytest.raises(UserError, match=r"remax compares .* of grpo, asked for none\. Replay it with another"):
         check_greedy(plain, greedy)
+
+
+def test_what_a_served_teacher_said_is_in_the_journal_or_nowhere(tmp_path: Path) -> None:
+    def recipe(loss: str, k: int = 8, **teacher: Any) -> Recipe:
+        return make_recipe(tmp_path, algorithm={"policy_loss": loss, "distill_top_k": k}, teacher=teacher)
+
+    served = {"servers": {"urls": ("http://a:1",)}}
+    top, tokens, held = recipe("distill_top", **served), recipe("distill", **served), recipe("distill", path=tmp_path)
+    for recorded, now in ((top, top), (tokens, tokens), (top, held), (tokens, held), (held, held)):
+        check_served(recorded, now)
+    with pytest.raises(UserError, match=r"the journal has no teacher_logprobs .* it has teacher_top\. Replay"):
+        check_served(top, tokens)
+    with pytest.raises(UserError, match=r"no teacher_top .* its algorithm\.distill_top_k"):
+        check_served(top, recipe("distill_top", 4, **served))
+    with pytest.raises(UserError, match=r"it has nothing of a teacher\. .* or have the teacher on ranks"):
+        check_served(held, tokens)
 
 
 def test_the_first_difference_is_named() -> None:

@@ -13,6 +13,7 @@ from megarl.recipe.reward import Code
 from megarl.rewards.grade import Grade, Item, failed
 from megarl.serving.answers import Generation
 from megarl.serving.client import ServerEndpoint
+from megarl.serving.prompt_scores import PromptScores
 from megarl.serving.sampling import Sampling
 from tests.support.dry.actors import Book
 
@@ -24,8 +25,8 @@ class Client:
 
     endpoint = ServerEndpoint("dry", "http://dry", "")
 
-    def __init__(self, book: Book) -> None:
-        self._book = book
+    def __init__(self, book: Book, endpoint: ServerEndpoint | None = None) -> None:
+        self._book, self.endpoint = book, endpoint or self.endpoint
 
     async def __aenter__(self) -> Client:
         return self
@@ -66,6 +67,23 @@ class Client:
         """What tells responses to a prompt apart: how often it was asked before."""
         self._book.asked[ids.tobytes()] += 1
         return self._book.asked[ids.tobytes()] - 1
+
+    async def prompt_scores(
+        self, token_ids: Any, deadline_s: float, *, first: int, top: int = 0, alone: bool = False
+    ) -> PromptScores:
+        """What a teacher says of given tokens, which follows from these."""
+        book, ids = self._book, np.asarray(token_ids)
+        book.in_flight += 1
+        book.note("scores", self.endpoint.url, tuple(ids.tolist()), first, top, alone, deadline_s, book.in_flight)
+        for _ in range(4):
+            await asyncio.sleep(0)
+        book.in_flight -= 1
+        at = np.arange(first, len(ids))
+        likely = (ids[first:, None] + np.arange(top)) % VOCAB
+        values = np.log(np.full((len(at), top), 0.5) ** np.arange(1, top + 1))
+        return PromptScores(
+            (-1.0 + np.cos(ids[first:] + at)).astype(np.float32), likely.astype(np.int32), values.astype(np.float32)
+        )
 
     async def _versions(self, length: int) -> list[int]:
         """The version of each token; fewer tokens where the request is cut off."""

@@ -43,7 +43,7 @@ from megarl.report import writers
 from megarl.report.history import METRICS_FILE
 from megarl.rewards import check as graders_check
 from megarl.rewards import combine
-from megarl.rollout import collector
+from megarl.rollout import collector, teacher
 from megarl.rollout.journal import JOURNAL
 from megarl.run import (
     begin,
@@ -54,11 +54,13 @@ from megarl.run import (
     servers_check,
     session,
     supervised,
+    teacher_check,
     train,
 )
 from megarl.run.recovery import Recoveries
 from megarl.serving import call_parser
 from megarl.serving import external as external_servers
+from megarl.serving import teacher as served_teacher
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.external import ExternalPool, ModelFacts
 from megarl.training import run_checkpoints
@@ -146,6 +148,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(platform, "cuda_device_count", lambda: DEVICES)
         patch.setattr(collector, "ServerClient", lambda endpoint, **_: Client(book))
         patch.setattr(call_parser, "ServerClient", lambda endpoint, **_: Client(book))
+        patch.setattr(teacher, "ServerClient", lambda endpoint: Client(book, endpoint))
         patch.setattr(session, "Restarts", partial(_restarts, book))
         for module in (train, supervised):
             patch.setattr(module, "Recoveries", partial(_recoveries, book))
@@ -165,11 +168,24 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         for module in (begin, train):
             patch.setattr(module, "Console", lambda: Console(file=io.StringIO()))
         # What takes long and is the same each time: tokenizers, and waiting for the disk.
-        for module in (preflight, epochs, servers_check, rows_check, model_check, collector, pairs, sft):
+        for module in (
+            preflight,
+            epochs,
+            servers_check,
+            teacher_check,
+            rows_check,
+            model_check,
+            collector,
+            pairs,
+            sft,
+        ):
             patch.setattr(module, "load_tokenizer", tokenizers)
         # SGLang's parser is asked in a process of its own, for seconds.
         patch.setattr(servers_check, "check_server_args", lambda words, platform: None)
         patch.setattr(external_servers, "check_external", partial(_asked, book))
+        patch.setattr(
+            served_teacher, "check_teachers", lambda urls, key, wanted: book.note("teachers", urls, key, wanted)
+        )
         patch.setattr(disk, "sync", lambda path: None)
         patch.setattr(run_checkpoints, "sync", lambda path: None)
         # What a run says of itself is no effect of its recipe.
