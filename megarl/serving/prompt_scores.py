@@ -61,7 +61,8 @@ def read_scores(body: bytes, where: str, token_ids: Sequence[int], first: int, t
     begun = first - 1
     if len(rows) != len(token_ids) - begun:
         raise cut(where, begun + len(rows), len(token_ids))
-    if column(rows, 1) != list(token_ids[begun:]):
+    # The last token of its vocabulary SGLang calls 0 here, which may be a placeholder of an image; its log-prob is its own.
+    if any(told not in (sent, 0) for told, sent in zip(column(rows, 1), token_ids[begun:], strict=True)):
         raise AnswerError(
             f"{where}: meta_info.input_token_logprobs is of other tokens than it was asked about. Is this an SGLang server, and "
             "does nothing before it change its answers?"

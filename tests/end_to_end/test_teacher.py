@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 KEY = "key-of-the-teachers-servers"
 TAUGHT = ("algorithm.policy_loss=distill_top", "algorithm.distill_top_k=16", "algorithm.old_logprobs=rollout")
 SMALL = ("algorithm.kl_coef=0", "data.eval=null", "report.samples=0", "train.save_every=null", "train.journal_keep=all")
-STEPS = 12
+STEPS = 8
 
 
 def test_a_teacher_that_dies_in_mid_run_is_waited_for_and_the_policy_comes_to_it(

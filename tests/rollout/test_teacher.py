@@ -250,6 +250,20 @@ def test_answers_that_are_none_fail_the_sample(wrong: Callable[[dict[str, Any]],
     assert found.failure and says in found.failure
 
 
+def test_the_last_token_of_a_vocabulary_has_another_name_in_answers() -> None:
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        made = scores(body)
+        made["meta_info"]["input_token_logprobs"][1][1] = 0
+        return made
+
+    async def call(teacher: ServedTeacher, fakes: list[FakeSglang]) -> Said:
+        fakes[0].answer = answer
+        return await teacher.say(answered([127], [1]))
+
+    found, _, _ = asking(call)
+    np.testing.assert_allclose(found.columns["teacher_logprobs"], [said(3, 127)], rtol=1e-6)
+
+
 def policy(body: dict[str, Any]) -> dict[str, Any]:
     """Answers of two and of three tokens, by the prompt, which the teacher tells apart."""
     first = body["input_ids"][0]
