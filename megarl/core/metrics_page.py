@@ -12,6 +12,7 @@ _GROUPS: Mapping[str, str] = MappingProxyType(
         "reward": "What the graders said of the step's samples, also of groups that were left out or replaced.",
         "rollout": "The step's samples, as they were generated, also of groups that were left out or replaced.",
         "agent": "The step's episodes; only with a section `agent`.",
+        "teacher": "What a teacher behind an address takes; only with `teacher.servers`.",
         "actor": "The update of the policy; where `actor.epochs` is above 1, of the step's last epoch.",
         "critic": "The update of the critic; where `critic.epochs` is above 1, of the step's last epoch.",
         "sft": "Training on demonstrations.",

@@ -88,6 +88,8 @@ ENTRIES = (
     Entry("reward.graders", "", "", "reward_weights", "", "several, each with a weight"),
     Entry("reward.graders.NAME.only", "data_source", "rm_type", "", "", "the rows that a grader is for, by values of their fields, such as data_source"),
     Entry("reward_model.path", "", "", "", "reward_pretrain"),
+    Entry("teacher.path", "", "opd_teacher_load"),
+    Entry("teacher.servers", "", "opd_type", "", "", "slime's sglang, with rm_url its address; its megatron is teacher.path"),
     Entry("algorithm.advantage", "adv_estimator", "advantage_estimator", "multi_objective_aggregation", "advantage_estimator", "TRL's normalize_then_sum: gdpo", nemo_rl="use_leave_one_out_baseline"),
     Entry("algorithm.normalize_std", "norm_adv_by_std_in_grpo", "disable_grpo_std_normalization", "scale_rewards", "", "slime's is the other way round", nemo_rl="normalize_rewards"),
     Entry("algorithm.gamma", "gamma", "gamma", "", "gamma"),

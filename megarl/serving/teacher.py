@@ -12,7 +12,6 @@ from megarl.serving.answers import field
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
 from megarl.serving.external import ANSWER_S, PROBE
 
-KEY = "teacher.servers"
 SAYS_S = 60.0  # for the first log-probs: kernels may be compiled
 
 
@@ -43,43 +42,44 @@ def check_teachers(urls: Sequence[str], key: str, wanted: Wanted) -> None:
 
 
 async def _check(endpoint: ServerEndpoint, wanted: Wanted) -> None:
-    what = f"The teacher's server {endpoint.url}"
     try:
         async with ServerClient(endpoint) as client:
             told = await client.ask("/tokenize", {"prompt": PROBE}, ANSWER_S)
             where = f"{endpoint.name} /tokenize"
             tokens, context = field(told, "tokens", list, where), field(told, "max_model_len", int, where)
-            if problem := _unlike(what, tuple(tokens), context, wanted):
+            if problem := _unlike(endpoint.url, tuple(tokens), context, wanted):
                 raise UnfitServerError(problem)
             await client.prompt_scores(wanted.probe_ids, SAYS_S, top=wanted.top)
     except UnfitServerError:
         raise
     except (ServerUnreachableError, DeadlineError) as error:
         raise UnfitServerError(
-            f"{what} does not answer: {error}. Start it, or mend its address in {KEY}.urls: it must be reachable from this "
-            "machine and from the nodes of the run."
+            f"The teacher's server {endpoint.url} does not answer: {error}. Start it, or mend its address in "
+            "teacher.servers.urls: it must be reachable from this machine and from the nodes of the run."
         ) from error
     except MegarlError as error:
         if isinstance(error, ServerError) and error.status in (401, 403):
             raise UnfitServerError(
-                f"{what} refuses the key. Name the variable that holds the key it was started with (--api-key) in {KEY}.key_env."
+                f"The teacher's server {endpoint.url} refuses the key. Name the variable that holds the key it was started with "
+                "(--api-key) in teacher.servers.key_env."
             ) from error
         raise UnfitServerError(
-            f"{what} does not say log-probs of tokens that it is given, as SGLang {pins()['sglang']} does: {error}"
+            f"The teacher's server {endpoint.url} does not say log-probs of tokens that it is given, as SGLang "
+            f"{pins()['sglang']} does: {error}"
         ) from error
 
 
-def _unlike(what: str, tokens: tuple[int, ...], context: int, wanted: Wanted) -> str | None:
+def _unlike(url: str, tokens: tuple[int, ...], context: int, wanted: Wanted) -> str | None:
     if tokens != wanted.probe_ids:
         return (
-            f"{what} has another tokenizer than model.path: it makes {len(tokens)} tokens of a text of which the policy's "
-            f"makes {len(wanted.probe_ids)}, or other ones, so that the policy's tokens mean something else to it. Serve a "
-            "model of the policy's family."
+            f"The teacher's server {url} has another tokenizer than model.path: it makes {len(tokens)} tokens of a text "
+            f"of which the policy's makes {len(wanted.probe_ids)}, or other ones, so that the policy's tokens mean something else "
+            "to it. Serve a model of the policy's family."
         )
     if context < wanted.context:
         return (
-            f"{what} takes sequences of {context} tokens at most; samples have up to {wanted.context}, with what SGLang keeps of "
-            f"a context. Start it with --context-length {wanted.context}, or lower data.max_prompt_tokens or "
+            f"The teacher's server {url} takes sequences of {context} tokens at most; samples have up to {wanted.context}, with "
+            f"what SGLang keeps of a context. Start it with --context-length {wanted.context}, or lower data.max_prompt_tokens or "
             "rollout.max_response_tokens."
         )
     return None
