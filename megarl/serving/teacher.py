@@ -47,8 +47,7 @@ async def _check(endpoint: ServerEndpoint, wanted: Wanted) -> None:
             told = await client.ask("/tokenize", {"prompt": PROBE}, ANSWER_S)
             where = f"{endpoint.name} /tokenize"
             tokens, context = field(told, "tokens", list, where), field(told, "max_model_len", int, where)
-            if problem := _unlike(endpoint.url, tuple(tokens), context, wanted):
-                raise UnfitServerError(problem)
+            _check_like(endpoint.url, tuple(tokens), context, wanted)
             await client.prompt_scores(wanted.probe_ids, SAYS_S, top=wanted.top)
     except UnfitServerError:
         raise
@@ -69,17 +68,16 @@ async def _check(endpoint: ServerEndpoint, wanted: Wanted) -> None:
         ) from error
 
 
-def _unlike(url: str, tokens: tuple[int, ...], context: int, wanted: Wanted) -> str | None:
+def _check_like(url: str, tokens: tuple[int, ...], context: int, wanted: Wanted) -> None:
     if tokens != wanted.probe_ids:
-        return (
-            f"The teacher's server {url} has another tokenizer than model.path: it makes {len(tokens)} tokens of a text "
-            f"of which the policy's makes {len(wanted.probe_ids)}, or other ones, so that the policy's tokens mean something else "
-            "to it. Serve a model of the policy's family."
+        raise UnfitServerError(
+            f"The teacher's server {url} has another tokenizer than model.path: it makes {len(tokens)} tokens of a text of which "
+            f"the policy's makes {len(wanted.probe_ids)}, or other ones, so that the policy's tokens mean something else to it. "
+            "Serve a model of the policy's family."
         )
     if context < wanted.context:
-        return (
+        raise UnfitServerError(
             f"The teacher's server {url} takes sequences of {context} tokens at most; samples have up to {wanted.context}, with "
-            f"what SGLang keeps of a context. Start it with --context-length {wanted.context}, or lower data.max_prompt_tokens or "
-            "rollout.max_response_tokens."
+            f"what SGLang keeps of a context. Start it with --context-length {wanted.context}, or lower data.max_prompt_tokens "
+            "or rollout.max_response_tokens."
         )
-    return None
