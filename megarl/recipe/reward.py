@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from megarl.recipe.section import Fraction, PositiveFloat, PositiveInt, Section, Variable, plain_url
+from megarl.recipe.section import Fraction, PositiveFloat, PositiveInt, Section, UserPath, Variable, plain_url
 
 JSON_FIELD = "json:"  # what stands before the name of a field, where a score is not found by a pattern
 
@@ -117,6 +117,18 @@ class Judge(HttpGrader):
     )
 
 
+class Classify(HttpGrader):
+    """A reward model of any family, which an SGLang server has."""
+
+    kind: Literal["classify"] = Field(description="a reward model that an SGLang server has (--is-embedding)")
+    url: Url = Field(description="where the server listens: /classify is put behind it")
+    tokenizer: UserPath = Field(
+        strict=False,
+        description="HF folder of the reward model (its tokenizer and config.json), whose chat template renders the conversation",
+    )
+    output: Annotated[int, Field(ge=0)] = Field(0, description="which of its numbers is the score, from 0 on")
+
+
 class Code(GraderSection):
     """The row's tests, run on the last block of code of the response, in sandboxes of the run."""
 
@@ -144,7 +156,7 @@ class Code(GraderSection):
     )
 
 
-Grader = Annotated[Rule | Remote | Judge | Code, Field(discriminator="kind")]
+Grader = Annotated[Rule | Remote | Judge | Classify | Code, Field(discriminator="kind")]
 
 
 class Reward(Section):

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.recipe.reward import Code, Judge, Reward, Rule
+from megarl.recipe.reward import Classify, Code, Judge, Reward, Rule
+from megarl.rewards.classify import open_tokenizer
 from megarl.rewards.code import check_sandbox
 from megarl.rewards.question import compile_template
 from megarl.rewards.resolve import BUILT_IN, resolve_reward
@@ -28,6 +29,8 @@ def check_graders(reward: Reward) -> None:
         read_key(settings.key_env, key)
         if isinstance(settings, Judge):
             compile_template(settings.template, f"{key}.template")
+        if isinstance(settings, Classify):
+            open_tokenizer(settings.tokenizer, f"{key}.tokenizer")
 
 
 def taken_back_notes(reward: Reward, sources: Mapping[str, str]) -> tuple[str, ...]:

@@ -14,17 +14,19 @@ from typing import Any
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.recipe.reward import Code, HttpGrader, Judge, Reward, Rule
+from megarl.recipe.reward import Classify, Code, HttpGrader, Judge, Reward, Rule
 from megarl.recipe.reward import Grader as Settings
 from megarl.rewards.check import read_key
+from megarl.rewards.classify import ClassifyForm, open_tokenizer
 from megarl.rewards.code import CodeGrader
 from megarl.rewards.grade import FIGURES, Grade, Grader, Item
 from megarl.rewards.graders import GraderPool
 from megarl.rewards.http import JsonClient
-from megarl.rewards.judge import JudgeGrader
+from megarl.rewards.judge import JudgeForm
 from megarl.rewards.question import compile_template
 from megarl.rewards.remote import RemoteGrader
 from megarl.rewards.row_choice import Only, grades_row
+from megarl.rewards.single import SingleGrader
 
 log = get_logger(__name__)
 
@@ -76,11 +78,14 @@ class Graders:
         self._failed: set[str] = set()  # of whose first failure people were told: the step's line comes late
 
     @classmethod
-    def open(cls, reward: Reward, tell: Callable[[str], None] = log.warning) -> Graders:
-        """The graders that a recipe asks for; `start` starts them. Raises UserError, as `check_graders` does."""
+    def open(cls, reward: Reward, tell: Callable[[str], None] = log.warning, *, episodes: bool = False) -> Graders:
+        """The graders that a recipe asks for; `start` starts them. Raises UserError, as `check_graders` does.
+
+        episodes: what they grade are episodes, with all that was said in their metadata.
+        """
         members = {
             name: Weighted(
-                _open(settings, reward, reward.key_of(name)),
+                _open(settings, reward, reward.key_of(name), episodes=episodes),
                 settings.weight,
                 f"{name} ({settings.kind})",
                 reward.timeout_s if isinstance(settings, Rule) else settings.timeout_s,
@@ -172,14 +177,19 @@ class Graders:
         self._look_later()
 
 
-def _open(settings: Settings, reward: Reward, key: str) -> Grader:
+def _open(settings: Settings, reward: Reward, key: str, *, episodes: bool) -> Grader:
     if isinstance(settings, Rule):
         return GraderPool(settings.fn, reward.workers, reward.timeout_s, key=f"{key}.fn")
     if isinstance(settings, Code):
         return CodeGrader(settings)
     if isinstance(settings, Judge):
         client = _client(f"{settings.url}/chat/completions", settings, key)
-        return JudgeGrader(client, settings, compile_template(settings.template, f"{key}.template"))
+        judge = JudgeForm(settings, compile_template(settings.template, f"{key}.template"))
+        return SingleGrader(client, judge, settings.concurrency)
+    if isinstance(settings, Classify):
+        tokenizer = open_tokenizer(settings.tokenizer, f"{key}.tokenizer")
+        form = ClassifyForm(tokenizer, settings.output, episodes=episodes)
+        return SingleGrader(_client(f"{settings.url}/classify", settings, key), form, settings.concurrency)
     client = _client(settings.url, settings, key)
     return RemoteGrader(client, batch=settings.batch, concurrency=settings.concurrency)
 

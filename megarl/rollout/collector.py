@@ -131,7 +131,7 @@ class Collector:
             eval_prompts=held_out,
             # As long as a router or the only server takes to come back.
             client=ServerClient(router, attempts=ATTEMPTS + math.ceil(recipe.deadlines.start_s / LONGEST_BACKOFF_S)),
-            graders=Graders.open(recipe.reward, notices.tell),
+            graders=Graders.open(recipe.reward, notices.tell, episodes=recipe.agent is not None),
             decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
             player=open_player(tokenizer) if open_player is not None else None,
             num_collectors=num_collectors,

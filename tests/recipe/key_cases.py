@@ -207,6 +207,17 @@ TRAIN: dict[str, Sequence[str]] = {
         },
     ),
     **_under(
+        "reward.graders.classify",
+        {
+            **_HTTP,
+            **_ONLY,
+            "url": ["http://b"],
+            "tokenizer": [f"{ROOT}/other_words"],
+            "output": ["1"],
+            "kind": ["rule"],
+        },
+    ),
+    **_under(
         "reward.graders.code",
         {
             **_ONLY,
@@ -380,6 +391,7 @@ _GRADERS = (
     "reward.graders.remote={kind: remote, url: 'http://a', batch: 4}",
     "reward.graders.judge={kind: judge, url: 'http://a', model: m}",
     "reward.graders.code={kind: code}",
+    f"reward.graders.classify={{kind: classify, url: 'http://a', tokenizer: {ROOT}/dense2}}",
 )
 _AGENT = (f"agent.environment={OWN}:Talk", "rollout.max_response_tokens=100", "data.max_prompt_tokens=340")
 _TOOLS = (f"agent.tools=['{OWN}:look']", "agent.tool_parser=qwen25", "agent.turn_tokens=20")
@@ -619,7 +631,7 @@ NEVER: dict[str, dict[str, str]] = {
         "agent.rewritten": "keep is for templates that rewrite, and there refuse refuses the run: that is its effect",
         "rollout.late": "a dry run's carried groups are never late, as the oldest go first: see tests/rollout/test_producer.py",
         **dict.fromkeys(
-            (f"reward.graders.{kind}.kind" for kind in ("rule", "remote", "judge", "code")),
+            (f"reward.graders.{kind}.kind" for kind in ("rule", "remote", "judge", "code", "classify")),
             "it says which keys stand beside it: alone it cannot change",
         ),
     },

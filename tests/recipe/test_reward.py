@@ -86,8 +86,14 @@ X = "reward.graders.style"
     [
         (f"{X}.urll=1", [f"Unknown key `{X}.urll` (on the command line). Did you mean `{X}.url`?", "has: weight"]),
         (f"{X}.timeout_s=x", [f"`{X}.timeout_s` (on the command line)", 'got "x" (text)', "a number over 0"]),
-        (f"{X}.kind=jugde", [f"`{X}` (on the command line)", "a section with kind: code or judge or remote or rule"]),
-        ("reward.graders.new={}", ["`reward.graders.new`", "a section with kind: code or judge or remote or rule"]),
+        (
+            f"{X}.kind=jugde",
+            [f"`{X}` (on the command line)", "a section with kind: classify or code or judge or remote or rule"],
+        ),
+        (
+            "reward.graders.new={}",
+            ["`reward.graders.new`", "a section with kind: classify or code or judge or remote or rule"],
+        ),
         ("reward.graders.new=3", ["`reward.graders.new`", "got 3", "a section with kind"]),
         ("reward.graders.new={kind: remote}", ["`reward.graders.new.url` is missing", "where batches are posted to"]),
         ("reward.graders=3", ["`reward.graders`", "a section of names, each with a section with kind"]),

@@ -11,20 +11,22 @@ from megarl.core.errors import MegarlError
 from megarl.recipe.reward import Judge
 from megarl.rewards.grade import Grade, Item
 from megarl.rewards.http import JsonClient
-from megarl.rewards.judge import JudgeGrader
+from megarl.rewards.judge import JudgeForm
 from megarl.rewards.question import compile_template
+from megarl.rewards.single import SingleGrader
 from tests.support.fake_graders import HANG, FakeJudge
 
 T = TypeVar("T")
 
 
-def talk(fake_with: Callable[[], FakeJudge], call: Callable[[JudgeGrader, FakeJudge], Awaitable[T]], **keys: Any) -> T:
+def talk(fake_with: Callable[[], FakeJudge], call: Callable[[SingleGrader, FakeJudge], Awaitable[T]], **keys: Any) -> T:
     settings = Judge(kind="judge", url="http://unused", model="m", **keys)
 
     async def go() -> T:
         async with fake_with() as fake:
             client = JsonClient(f"{fake.url}/chat/completions", None, timeout_s=settings.timeout_s, retries=1)
-            grader = JudgeGrader(client, settings, compile_template(settings.template, "template"))
+            form = JudgeForm(settings, compile_template(settings.template, "template"))
+            grader = SingleGrader(client, form, settings.concurrency)
             try:
                 return await call(grader, fake)
             finally:
@@ -33,7 +35,7 @@ def talk(fake_with: Callable[[], FakeJudge], call: Callable[[JudgeGrader, FakeJu
     return asyncio.run(go())
 
 
-async def one(grader: JudgeGrader, _: FakeJudge) -> Grade:
+async def one(grader: SingleGrader, _: FakeJudge) -> Grade:
     return await grader.grade(Item("1+1?", "two", "2", {"rubric": "be kind"}))
 
 
@@ -47,7 +49,7 @@ def test_a_response_is_graded_by_the_reply() -> None:
 
 
 def test_the_request_is_what_openai_compatible_servers_take() -> None:
-    async def call(grader: JudgeGrader, fake: FakeJudge) -> Any:
+    async def call(grader: SingleGrader, fake: FakeJudge) -> Any:
         await one(grader, fake)
         return fake.paths, fake.bodies
 
@@ -89,7 +91,7 @@ def test_a_hang_is_a_failure_and_a_busy_server_is_asked_again() -> None:
 
 
 def test_a_row_that_the_template_does_not_go_with_fails_alone() -> None:
-    async def call(grader: JudgeGrader, _: FakeJudge) -> list[Grade]:
+    async def call(grader: SingleGrader, _: FakeJudge) -> list[Grade]:
         return [await grader.grade(Item("", "", "", metadata)) for metadata in ({}, {"rubric": "r"})]
 
     without, with_it = talk(FakeJudge, call, template="{{ metadata.rubric }}")
@@ -98,14 +100,14 @@ def test_a_row_that_the_template_does_not_go_with_fails_alone() -> None:
 
 
 def test_questions_in_flight_are_bounded() -> None:
-    async def call(grader: JudgeGrader, fake: FakeJudge) -> tuple[list[Grade], int]:
+    async def call(grader: SingleGrader, fake: FakeJudge) -> tuple[list[Grade], int]:
         return await asyncio.gather(*(one(grader, fake) for _ in range(12))), fake.most_in_flight
 
     assert talk(lambda: FakeJudge(wait_for=3), call, concurrency=3) == ([Grade(1.0)] * 12, 3)
 
 
 def test_at_the_start_the_judge_has_to_answer_whatever_it_says() -> None:
-    async def call(grader: JudgeGrader, fake: FakeJudge) -> int:
+    async def call(grader: SingleGrader, fake: FakeJudge) -> int:
         await grader.start()
         return len(fake.bodies)
 

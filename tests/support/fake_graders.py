@@ -110,6 +110,21 @@ class FakeJudge(FakeGrader):
         return {"choices": [{"index": 0, "message": {"role": "assistant", "content": content}}]}
 
 
+class FakeClassifier(FakeGrader):
+    """A reward model of an SGLang server: `scores` of each conversation's tokens."""
+
+    def __init__(
+        self, *script: Act, scores: Callable[[list[int]], list[float]] = lambda _: [1.0], wait_for: int = 1
+    ) -> None:
+        super().__init__(*script, wait_for=wait_for)
+        self.scores = scores
+
+    def respond(self, body: dict[str, Any]) -> Any:
+        """What SGLang calls an embedding."""
+        ids = body["input_ids"]
+        return {"embedding": self.scores(ids), "meta_info": {"prompt_tokens": len(ids)}}
+
+
 @contextmanager
 def in_thread(*fakes: FakeGrader) -> Iterator[None]:
     """Serve from an event loop of another thread, for tests that wait for other processes."""

@@ -171,6 +171,8 @@ class Poster:
         for _ in range(12):  # longer than most responses take
             await asyncio.sleep(0)
         self._in_flight -= 1
+        if "input_ids" in body:
+            return {"embedding": [sum(body["input_ids"]) % 7 / 4, len(body["input_ids"]) / 16]}
         if "items" in body:
             return {"rewards": [int(item["response"]) / 2 for item in body["items"]]}
         return {"choices": [{"message": {"content": f'mark 5, or {{"points": {len(str(body)) % 5}}}\nScore: 4'}}]}

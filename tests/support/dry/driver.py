@@ -42,7 +42,7 @@ from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.report import writers
 from megarl.report.history import METRICS_FILE
 from megarl.rewards import check as graders_check
-from megarl.rewards import combine
+from megarl.rewards import classify, combine
 from megarl.rollout import collector, teacher
 from megarl.rollout.journal import JOURNAL
 from megarl.run import (
@@ -176,6 +176,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
             rows_check,
             model_check,
             collector,
+            classify,
             pairs,
             sft,
         ):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tests.support.tiny import write_tiny_model
 
@@ -59,6 +60,7 @@ def write_world(root: Path) -> None:
     _write_scored(root / "dense", root / "scored", 2)
     _write_scored(root / "dense", root / "scored2", 3)
     _write_scored(root / "moe", root / "scored_moe", 4)
+    _write_other_words(root / "dense", root / "other_words")
     for name, first in (("prompts", 1), ("prompts2", 7)):
         _write(root / f"{name}.jsonl", [_prompt(first + index) for index in range(8)])
     for name, first in (("demonstrations", 1), ("demonstrations2", 7)):
@@ -124,6 +126,16 @@ def _sets(n: int) -> dict[str, str]:
 
 def _write(path: Path, rows: list[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _write_other_words(source: Path, target: Path) -> None:
+    """The tokenizer with a chat template that says only whose each message is."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
+    )
+    tokenizer.save_pretrained(target)
+    (target / "config.json").write_bytes((source / "config.json").read_bytes())
 
 
 def _write_scored(source: Path, target: Path, seed: int) -> None:

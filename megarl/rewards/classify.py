@@ -1,0 +1,71 @@
+"""A reward model that an SGLang server has (--is-embedding), asked by /classify: of whatever family and tokenizer.
+
+The conversation is rendered by that model's own chat template, into its own tokens: the policy's text is not what it knows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.data.chat import Message, Tokenizer, apply_template, encode, has_chat_template, load_tokenizer
+from megarl.data.prompts import MESSAGES_KEY
+from megarl.rewards.grade import Grade, Item, number
+from megarl.rewards.http import ANSWER_SHOWN
+
+CONVERSATION = "messages"  # in the metadata of an episode: all that was said
+PROBE: tuple[Message, ...] = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"})
+
+
+class ClassifyForm:
+    """The form (single.py) of a conversation for a reward model.
+
+    output: which of its numbers is the score. episodes: what is graded has its whole conversation in its metadata.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, output: int = 0, *, episodes: bool = False) -> None:
+        self._tokenizer, self._output, self._episodes = tokenizer, output, episodes
+
+    def probe(self) -> dict[str, Any]:
+        """A conversation of two words."""
+        return self._asking(list(PROBE))
+
+    def body(self, item: Item) -> dict[str, Any]:
+        """The prompt's messages and the response; of an episode, all that was said. Raises what the template raises."""
+        if self._episodes:
+            return self._asking(item.metadata[CONVERSATION])
+        return self._asking([*item.metadata[MESSAGES_KEY], {"role": "assistant", "content": item.response}])
+
+    def reply(self, answer: Any) -> float:
+        """The score. Raises ValueError where there is none."""
+        numbers = answer.get("embedding") if isinstance(answer, dict) else None
+        if not isinstance(numbers, list) or not all(isinstance(each, int | float) for each in numbers):
+            raise ValueError(f"without scores: {repr(answer)[:ANSWER_SHOWN]}")
+        if len(numbers) <= self._output:
+            raise ValueError(f"with {len(numbers)} numbers, and the score was to be number {self._output} from 0 on")
+        return float(numbers[self._output])
+
+    def grade(self, reply: float) -> Grade:
+        """The score itself."""
+        return number(reply)
+
+    def _asking(self, messages: list[Message]) -> dict[str, Any]:
+        text = apply_template(self._tokenizer, messages, generation_prompt=False)
+        [ids] = encode(self._tokenizer, [text], special_tokens=False)
+        return {"input_ids": ids.tolist()}
+
+
+def open_tokenizer(folder: Path, key: str) -> Tokenizer:
+    """Of a reward model. key: where it stands in the recipe. Raises UserError where it cannot render a conversation."""
+    if not folder.is_dir():
+        raise UserError(
+            f"`{key}`: there is no folder {folder}. Name one with the reward model's tokenizer and config.json."
+        )
+    tokenizer = load_tokenizer(folder)
+    if not has_chat_template(tokenizer):
+        raise UserError(
+            f"`{key}`: the tokenizer of {folder} has no chat template to render a conversation by. Add the reward model's to its "
+            "tokenizer_config.json."
+        )
+    return tokenizer
