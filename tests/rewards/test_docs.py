@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 
 import megarl
 from megarl.core.metrics import check_names
-from megarl.recipe.reward import Code, GraderSection, HttpGrader, Judge, Remote, Reward, Rule
+from megarl.recipe.reward import Classify, Code, GraderSection, HttpGrader, Judge, Remote, Reward, Rule
 from megarl.rewards.grade import Grade, Item
 from megarl.rewards.http import LONGEST_PAUSE_S, JsonClient
 from megarl.rewards.question import TEMPLATE, read_score
@@ -60,14 +60,14 @@ def names(text: str) -> list[str]:
 def test_each_kind_has_the_keys_of_its_row() -> None:
     table = PAGE.partition("| kind |")[2].partition("\n\n")[0]
     rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
-    kinds = {"rule": Rule, "remote": Remote, "code": Code, "judge": Judge}
+    kinds = {"rule": Rule, "remote": Remote, "code": Code, "judge": Judge, "classify": Classify}
     assert {names(kind)[0]: set(names(own)) for kind, _, own in rows} == {
         name: set(model.model_fields)
         - (set(HttpGrader.model_fields if issubclass(model, HttpGrader) else GraderSection.model_fields) | {"kind"})
         for name, model in kinds.items()
     }
     [shared] = re.findall(
-        r"^All have a `weight`.*?`remote` and `judge` have (.*?)\.$", PAGE, flags=re.MULTILINE | re.DOTALL
+        r"^All have a `weight`.*?`remote`, `judge` and `classify` have (.*?)\.$", PAGE, flags=re.MULTILINE | re.DOTALL
     )
     assert set(names(shared)) == set(HttpGrader.model_fields) - set(GraderSection.model_fields)
     assert list(GraderSection.model_fields) == ["weight", "only"]
