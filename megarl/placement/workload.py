@@ -152,7 +152,7 @@ def recipe_workload(
     mini_batch = actor.mini_batch_samples or samples
     if uneven := uneven_mini_batch(rollout.prompts_per_step, rollout.samples_per_prompt, mini_batch):
         raise UserError(uneven)
-    may_ask = asked(recipe.algorithm, "may ask for all")
+    taught = recipe.teacher is not None and asked(recipe.algorithm, "may ask for all").teacher_top
     given = max(actor.micro_batch_tokens, longest)
     return Workload(
         models=models,
@@ -179,7 +179,7 @@ def recipe_workload(
         transport=transport_of(recipe),
         async_save=recipe.train.async_save,
         tied=REFERENCE in models and is_tied(recipe),
-        teacher_top=recipe.algorithm.distill_top_k if TEACHER in models and may_ask.teacher_top else 0,
+        teacher_top=recipe.algorithm.distill_top_k if taught else 0,
     )
 
 

@@ -44,6 +44,7 @@ UNAVAILABLE = 503
 READ_BYTES = 2**20
 JSON = {"Content-Type": "application/json"}
 
+Tokens = Sequence[int] | TokenArray
 # What a pause does to requests that run; see `ServerClient.pause`.
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -110,7 +111,7 @@ class ServerClient:
 
     async def generate(
         self,
-        token_ids: Sequence[int] | TokenArray,
+        token_ids: Tokens,
         sampling: Sampling,
         deadline_s: float = 3600.0,
         *,
@@ -157,13 +158,7 @@ class ServerClient:
             return read_generation(await self._send("POST", "/generate", body), what, len(ids), sampling.routing)
 
     async def prompt_scores(
-        self,
-        token_ids: Sequence[int] | TokenArray,
-        deadline_s: float = CALL_S,
-        *,
-        first: int = 1,
-        top: int = 0,
-        alone: bool = False,
+        self, token_ids: Tokens, deadline_s: float = CALL_S, *, first: int = 1, top: int = 0, alone: bool = False
     ) -> PromptScores:
         """What the server says of tokens first.. given those before; see `asking`. Raises as `ask` does."""
         ids = np.asarray(token_ids).tolist()

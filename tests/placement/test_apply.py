@@ -46,17 +46,21 @@ def recipe(folder: Path, *overrides: str) -> Recipe:
     return load_recipe(Path("recipes/quickstart.yaml"), [model, *overrides], Recipe).recipe
 
 
+@pytest.mark.parametrize("served", [False, True])
 @pytest.mark.parametrize(("loss", "k"), [("distill_top", 8), ("distill", 0)])
 def test_a_teachers_likeliest_tokens_are_planned_for_where_the_loss_asks_for_them(
-    tmp_path: Path, loss: str, k: int
+    tmp_path: Path, loss: str, k: int, served: bool
 ) -> None:
+    """The actor has them whoever says them; a teacher that is served takes nothing else."""
     plain = tmp_path / "plain.yaml"
     plain.write_text(EXTERNAL.format(model=write_config(tmp_path)))
     top = ["algorithm.distill_top_k=8"] * (k > 0)
     sizes = ("rollout.prompts_per_step=4", "rollout.max_response_tokens=64")
-    words = [f"algorithm.policy_loss={loss}", f"teacher.path={tmp_path}", *top, *sizes]
+    teacher = "teacher.servers.urls=['http://a:1']" if served else f"teacher.path={tmp_path}"
+    words = [f"algorithm.policy_loss={loss}", teacher, *top, *sizes]
     distilled = load_recipe(plain, words, Recipe).recipe
-    assert recipe_workload(distilled, read_model(tmp_path)).teacher_top == k
+    work = recipe_workload(distilled, read_model(tmp_path))
+    assert work.teacher_top == k and ("teacher" in work.models) is not served
 
 
 @pytest.mark.parametrize("name", ["auto", "colocate", "split", "standalone"])
