@@ -36,7 +36,7 @@ def _evaluate(path: Path, overrides: list[str], scratch: Scratch) -> None:
     with reading():
         recipe = with_linears(loaded).recipe
     checked = preflight_eval(recipe)
-    recipe = beside(recipe)
+    recipe = beside(recipe).model_copy(update={"teacher": None})  # it would be asked of what is trained on
     from megarl.run.session import eval_session
 
     folder = recipe.run.folder

@@ -68,7 +68,9 @@ def evaluate(inputs: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None
     recipe.write_text(re.sub(r"(?m)^reward: .*$", GRADERS, RECIPE.format(folder=inputs)))
     remote, judge = FakeRemote(score=lambda _: 0.25), FakeJudge(reply=lambda _: "Score: 8")
     with in_thread(remote, judge):
-        servers = (f"reward.graders.far.url={remote.url}", f"reward.graders.style.url={judge.url}")
+        servers = [f"reward.graders.far.url={remote.url}", f"reward.graders.style.url={judge.url}"]
+        # A teacher that is nowhere: nobody asks it about held-out answers.
+        servers += ["algorithm.policy_loss=distill", "teacher.servers={urls: ['http://127.0.0.1:1'], key_env: NO_KEY}"]
         done = megarl("eval", str(recipe), "run.name=evaluated", f"model.path={model}", "eval.grader=style", *servers)
     assert done.returncode == 0, done.stderr
     assert "8 answers to 8 prompts" in done.stdout

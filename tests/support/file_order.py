@@ -14,6 +14,7 @@ LONGEST = (
     "tests/end_to_end/test_ppo.py",
     "tests/training/test_invariance.py",
     "tests/end_to_end/test_external.py",
+    "tests/end_to_end/test_teacher.py",
     "tests/end_to_end/test_engines.py",
     "tests/end_to_end/test_journal.py",
     "tests/end_to_end/test_disk.py",
