@@ -172,7 +172,7 @@ class Poster:
             await asyncio.sleep(0)
         self._in_flight -= 1
         if "input_ids" in body:
-            return {"embedding": [sum(body["input_ids"]) % 7 / 4, len(body["input_ids"]) / 16]}
+            return {"embedding": [sum(body["input_ids"]) % 7 / 400, len(body["input_ids"]) / 1600]}
         if "items" in body:
             return {"rewards": [int(item["response"]) / 2 for item in body["items"]]}
         return {"choices": [{"message": {"content": f'mark 5, or {{"points": {len(str(body)) % 5}}}\nScore: 4'}}]}
