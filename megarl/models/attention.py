@@ -1,4 +1,5 @@
-"""Core attention on torch, for layers without Transformer Engine: SDPA with grouped queries, causal, or over a window.
+"""Core attention on torch, for layers without Transformer Engine: SDPA with grouped queries, causal, or over a window, with or
+without sinks.
 
 Packed sequences (thd), and context parallel with keys and values gathered, in Megatron's layout: each sequence is cut in
 2 x CP chunks and rank r holds chunks r and 2 x CP - 1 - r.
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 
@@ -41,6 +43,13 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             # Megatron counts the tokens before one's own.
             self._window = config.window_size[0] + 1
         self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            # Sinks of this rank's heads, by Megatron's own name. Marked as a part: the gradient's norm counts every rank's.
+            self._tp = pg_collection.tp
+            heads = torch.empty(config.num_attention_heads // self._tp.size(), dtype=config.params_dtype)
+            self.softmax_offset = torch.nn.Parameter(heads)
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -66,6 +75,22 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if packed_seq_params is not None and packed:
             return self._packed(query, key, value, packed_seq_params).flatten(2)
         return self._sequence(query, key, value).flatten(2)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Megatron's description of the sinks for distributed checkpoints; empty where there are none."""
+        if self.softmax_offset is None:
+            return {}
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            {"softmax_offset": self.softmax_offset},
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._tp,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+        return sharded
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
         """Each sequence on its own. query: [t, 1, heads, d]; key, value: [cp * t, 1, kv heads, d], rank by rank."""
@@ -101,9 +126,9 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
         """Queries of positions `first` on, which end where the keys do."""
         if self._window is not None and len(key) > self._window:
-            return _windowed(query, key, value, first, self._scale, self._window)
+            return _windowed(query, key, value, first, self._scale, self._window, self.softmax_offset)
         mask = None if first == 0 else _mask(len(query), len(key), first, None, query.device)
-        return _sdpa(query, key, value, self._scale, mask)
+        return _sdpa(query, key, value, self._scale, mask, self.softmax_offset)
 
 
 def _chunk_order(cp: int) -> list[int]:
@@ -112,7 +137,9 @@ def _chunk_order(cp: int) -> list[int]:
     return [held.index(chunk) for chunk in range(2 * cp)]
 
 
-def _windowed(query: Tensor, key: Tensor, value: Tensor, first: int, scale: float, window: int) -> Tensor:
+def _windowed(
+    query: Tensor, key: Tensor, value: Tensor, first: int, scale: float, window: int, sinks: Tensor | None
+) -> Tensor:
     """Blocks of `window` queries, each over the keys of its own block and of the one before: linear in the length."""
     before = min(window, first)
     queries = query.split(window)
@@ -122,7 +149,7 @@ def _windowed(query: Tensor, key: Tensor, value: Tensor, first: int, scale: floa
     for index, block in enumerate(queries):
         near = [torch.cat(pieces[index : index + 2]) for pieces in (keys, values)]
         mask = _mask(len(block), len(near[0]), len(keys[index]), window, query.device)
-        outputs.append(_sdpa(block, near[0], near[1], scale, mask))
+        outputs.append(_sdpa(block, near[0], near[1], scale, mask, sinks))
     return torch.cat(outputs)
 
 
@@ -132,12 +159,35 @@ def _mask(num_queries: int, num_keys: int, first: int, window: int | None, devic
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """[s, b, heads, d] -> [s, b, heads, v]; causal where no mask is given."""
+def _sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, sinks: Tensor | None = None
+) -> Tensor:
+    """[s, b, heads, d] -> [s, b, heads, v]; causal where no mask is given. sinks: [heads], see `_with_sink`."""
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     grouped = q.shape[1] != k.shape[1]
+    if sinks is not None:
+        q, k, v = _with_sink(q, k, v, sinks, scale)
+        if mask is None:  # one more query, which sees the sink alone: so that each sees as many keys as its place says
+            q = F.pad(q, (0, 0, 1, 0))
+        else:
+            mask = F.pad(mask, (1, 0), value=True)
     # The kernels that never hold [s, s] want values as wide as keys; zeros beside queries and keys change no product.
     width = max(q.shape[-1], v.shape[-1])
     q, k, v = (F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (q, k, v))
     output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
-    return output[..., : value.shape[-1]].permute(2, 0, 1, 3)
+    return output[:, :, -len(query) :, : value.shape[-1]].permute(2, 0, 1, 3)
+
+
+def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """One more key before the others: scaled, its product with a head's queries is the head's sink; its value is zero.
+
+    So any kernel's softmax has exp(sink) in its denominator (Megatron's softmax_type "learnable"). q, k: [b, heads, s, d] become
+    two elements wider; v: [b, heads, s, v]. sinks: [heads]. In a narrow type the two elements of a query add up to what one
+    would round.
+    """
+    exact = sinks.float() / scale
+    high = exact.to(q.dtype)
+    pair = torch.stack([high, (exact - high).detach().to(q.dtype)], -1)
+    q = torch.cat([q, pair[None, :, None].expand(*q.shape[:3], 2)], -1)
+    sink = torch.cat([k.new_zeros(k.shape[-1]), k.new_ones(2)]).expand(*k.shape[:2], 1, -1)
+    return q, torch.cat([sink, F.pad(k, (0, 2))], 2), F.pad(v, (0, 0, 1, 0))

@@ -44,6 +44,7 @@ class Moe:
     scaling_factor: multiplies the chosen scores. num_groups, top_groups: group-limited routing; 0 is off.
     score_bias: a bias for each expert, added for the choice alone (DeepSeek-V3's e_score_correction_bias).
     shared_gate: the shared experts' output is multiplied by a sigmoid of the token's own (Qwen1.5-MoE).
+    biases: router and experts have biases, and HF's folder one tensor for all experts of a layer (gpt-oss).
     """
 
     num_experts: int
@@ -57,6 +58,7 @@ class Moe:
     top_groups: int = 0
     score_bias: bool = False
     shared_gate: bool = False
+    biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,16 @@ class ModelConfig:
     interleaved_rope: RoPE turns neighbours, not an element of one half with one of the other; with `mla` it is no question.
     moe_layers: layers (from 0) that have experts in the MLP's place. local_layers: layers with sliding-window attention
     over `window` tokens (the token itself among them), rotated by `local_rope` where given.
+    activation: of the MLP's gate; swiglu_clamped is x sigmoid(1.702 x) of what is at most 7, times what it lets through,
+    between -7 and 7, plus 1 (gpt-oss).
+    sinks: each head has one more logit in its softmax's denominator, which is learned (arXiv 2309.17453), and attention's
+    output has a bias (gpt-oss).
     norm_offset: norms multiply by 1 + weight. sandwich_norms: norms also behind attention and MLP.
     pad_token_id: the token whose embedding does not learn; None is none.
     embedding_scale: multiplies the embeddings. query_scale: of the attention logits; None is head_dim ** -0.5.
     head: score is one number a token in the vocabulary's place: a critic's value, a reward model's score.
     fp8_block: rows and columns of a block with one scale, where the folder's weights are FP8; what is loaded is not.
+    mxfp4: whether the folder's experts are MXFP4 (hf_mxfp4.py); what is loaded is not.
     """
 
     family: str
@@ -110,7 +117,8 @@ class ModelConfig:
     mla: Mla | None = None
     rotary_dim: int | None = None
     interleaved_rope: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"
+    sinks: bool = False
     norm_offset: bool = False
     sandwich_norms: bool = False
     embedding_scale: float = 1.0
@@ -121,6 +129,7 @@ class ModelConfig:
     local_rope: Rope | None = None
     head: Literal["vocabulary", "score"] = "vocabulary"
     fp8_block: tuple[int, int] | None = None
+    mxfp4: bool = False
 
     def with_score_head(self) -> ModelConfig:
         """The same model with one number a token in the vocabulary's place."""

@@ -32,7 +32,7 @@ class MoeKeys:
     normalize: a key, or the answer where there is none. sparse: which layers have experts; "step" is Qwen's
     decoder_sparse_step with mlp_only_layers, "after" DeepSeek's first_k_dense_replace, "named" those that mlp_layer_types
     names: all but the first where there is none. num_shared: how many shared experts, each as wide as the others;
-    shared_ffn_hidden_size: of one shared expert with a width of its own, and with a gate.
+    shared_ffn_hidden_size: of one shared expert with a width of its own, and with a gate. biases: see `Moe`.
     """
 
     num_experts: tuple[str, ...]  # names of several generations of transformers; the first that is there
@@ -46,6 +46,7 @@ class MoeKeys:
     num_groups: str | None = None
     top_groups: str | None = None
     score_bias: bool = False
+    biases: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,12 @@ class Family:
     qkv_bias, qk_norm: a key that says, or the answer where there is none; qkv_bias_unsaid: what a key says that is not there.
     rotary_share: which part of a head RoPE turns where no key says; None: all of it, and no key may say otherwise.
     longrope: transformers scales its positions by LongRoPE and in no other way. interleaved: it turns neighbours.
-    sandwich: norms also behind attention and MLP.
+    rope_unsaid: the object that describes the scaling, where no key does. head_dim: where no key says; None: the hidden size
+    over the heads.
+    sandwich: norms also behind attention and MLP. sinks: attention has them, and a bias behind its output (ModelConfig).
     window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
-    those that a pattern names. window_switch: only where use_sliding_window says so. window_default: where no key says.
+    those that a pattern names: where no key says, those whose number is no multiple of window_period. window_switch: only
+    where use_sliding_window says so. window_default: where no key says.
     theta: RoPE's base where no key says. tied: whether the head is the embedding where no key says; transformers leaves
     out what equals its own default. pad: the padding token where no key says. only: see COMMON. score_architecture: of its
     models with one score a sequence, where it is not the architecture with ForSequenceClassification for ForCausalLM.
@@ -71,13 +75,17 @@ class Family:
     qk_norm: bool | str = False
     rotary_share: float | None = None
     longrope: bool = False
+    head_dim: int | None = None
     interleaved: bool = False
+    rope_unsaid: Mapping[str, Any] | None = None
     sandwich: bool = False
+    sinks: bool = False
     moe: MoeKeys | None = None
     mla: bool = False
     gemma: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"
     window: Literal["never", "all", "upper", "pattern"] = "never"
+    window_period: int = 6
     window_switch: bool = False
     window_default: int | None = None
     theta: float = 10000.0
@@ -107,6 +115,7 @@ DEEPSEEK_V3 = MoeKeys(
     top_groups="topk_group",
     score_bias=True,
 )
+GPT_OSS = replace(MIXTRAL, biases=True)
 GLM4_MOE_LITE = replace(DEEPSEEK_V3, sparse="named")
 
 _QWEN2_ONLY: Only = MappingProxyType({key: value for key, value in COMMON.items() if key != "attention_bias"})
@@ -124,6 +133,15 @@ _PHI3_ONLY: Only = MappingProxyType(
 )
 _GLM4_ONLY: Only = MappingProxyType(
     {key: value for key, value in COMMON.items() if key not in ("attention_bias", "partial_rotary_factor")}
+)
+_GPT_OSS_ONLY: Only = MappingProxyType(
+    {
+        **COMMON,
+        "attention_bias": (True, "attention without biases"),
+        "swiglu_limit": (7.0, "another limit of the gate"),  # transformers knows one, and SGLang asks for the key
+        "hidden_act_alpha": (1.702, "another slope of the gate"),  # SGLang's alone
+        "sliding_window_pattern": (2, "other layers with windows"),
+    }
 )
 _GEMMA3_ONLY: Only = MappingProxyType(
     {
@@ -197,6 +215,30 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "Glm4MoeLiteForCausalLM": Family(
             "glm4_moe_lite", ("glm4_moe_lite",), moe=GLM4_MOE_LITE, mla=True, only=_DEEPSEEK_ONLY
+        ),
+        "GptOssForCausalLM": Family(
+            "gpt_oss",
+            ("gpt_oss",),
+            qkv_bias=True,
+            rope_unsaid=MappingProxyType(
+                {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                }
+            ),
+            head_dim=64,
+            sinks=True,
+            moe=GPT_OSS,
+            activation="swiglu_clamped",
+            window="pattern",
+            window_period=2,
+            window_default=128,
+            theta=150000.0,
+            only=_GPT_OSS_ONLY,
         ),
         "Gemma3ForCausalLM": Family(
             "gemma3",

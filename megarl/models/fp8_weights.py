@@ -13,7 +13,8 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.models.config import ModelConfig
 from megarl.models.hf_fp8 import FORMAT, METHOD, QUANTIZATION
-from megarl.models.rules import SHARED_GATE, Rule, rules
+from megarl.models.rule_table import SHARED_GATE
+from megarl.models.rules import Rule, rules
 
 BLOCK = 128  # rows and columns that share a scale
 # SGLang 0.5.21 renames their scales as if there were one for each tensor (models/llama.py), finds none of that name, and drops

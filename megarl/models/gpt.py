@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -22,7 +23,8 @@ from megarl.models.rope import logit_factor, magnitude
 from megarl.models.rotary import make_rotary, scales_queries, scales_rotation
 
 Recompute = Literal["none", "selective", "full"]
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "swiglu_clamped": quick_gelu}
+CLAMPED = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
 
 
 def transformer_config(
@@ -46,13 +48,14 @@ def transformer_config(
         num_query_groups=config.num_kv_heads,
         kv_channels=config.head_dim,
         ffn_hidden_size=config.ffn_hidden_size,
-        add_bias_linear=False,
+        add_bias_linear=config.sinks,
         add_qkv_bias=config.qkv_bias,
         # Of norms of heads alone: Megatron sums their gradients over tensor parallel, and those of latents are whole.
         qk_layernorm=config.qk_norm,
         rotary_interleaved=config.interleaved_rope,
         gated_linear_unit=True,
         activation_func=ACTIVATIONS[config.activation],
+        **(CLAMPED if config.activation == "swiglu_clamped" else {}),
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_eps,
         layernorm_zero_centered_gamma=config.norm_offset,
@@ -90,7 +93,7 @@ def _leave(weight: Tensor) -> Tensor:
 
 
 def _attention(config: ModelConfig) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"softmax_type": "learnable" if config.sinks else "vanilla"}
     if config.window is not None:
         settings["window_size"] = (config.window - 1, 0)
         settings["window_attn_skip_freq"] = [int(index in config.local_layers) for index in range(config.num_layers)]

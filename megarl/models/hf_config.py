@@ -19,6 +19,7 @@ from megarl.models.hf_beside import files_beside
 from megarl.models.hf_fields import Fields, shown
 from megarl.models.hf_files import some
 from megarl.models.hf_fp8 import read_fp8_block
+from megarl.models.hf_mxfp4 import is_mxfp4
 from megarl.models.hf_rope import read_ropes, read_rotary_dim
 
 _REQUIRED = (
@@ -73,6 +74,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     rotary_dim = None if family.rotary_share is None else read_rotary_dim(fields, head_dim, family.rotary_share)
     rope, local_rope = read_ropes(fields, family, rotary_dim)
     moe, moe_layers = _moe(fields, family, layers) if family.moe else (None, frozenset())
+    mxfp4 = moe is not None and moe.biases and is_mxfp4(fields)
     config = ModelConfig(
         family=family.name,
         architecture=architecture,
@@ -96,6 +98,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         rotary_dim=rotary_dim,
         interleaved_rope=family.interleaved,
         activation=family.activation,
+        sinks=family.sinks,
         norm_offset=family.gemma,
         sandwich_norms=family.gemma or family.sandwich,
         embedding_scale=hidden**0.5 if family.gemma else 1.0,
@@ -104,7 +107,8 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         local_layers=local_layers,
         local_rope=local_rope if local_layers else None,
         pad_token_id=_pad_token(fields, family),
-        fp8_block=read_fp8_block(fields),
+        fp8_block=None if mxfp4 else read_fp8_block(fields),
+        mxfp4=mxfp4,
     )
     return _with_head(config, fields, heads_of[architecture])
 
@@ -183,7 +187,8 @@ def _heads(fields: Fields, family: Family, hidden: int) -> tuple[int, int, int, 
             raise UserError(
                 f"{fields.path}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}."
             )
-        head_dim = fields.count("head_dim", hidden // heads)
+        unsaid = family.head_dim if "head_dim" not in fields.raw else None
+        head_dim = fields.count("head_dim", unsaid or hidden // heads)
         _check_rotated(fields, "head_dim", head_dim)
         return heads, kv_heads, head_dim, None
     if kv_heads != heads:
@@ -258,7 +263,9 @@ def _local_layers(fields: Fields, family: Family, layers: int) -> frozenset[int]
     if family.window == "upper":
         return frozenset(range(fields.count("max_window_layers", 28, least=0), layers))
     if family.window == "pattern":
-        period = fields.count("sliding_window_pattern", 6)  # transformers passes over the `_` that it writes itself
+        period = fields.count(
+            "sliding_window_pattern", family.window_period
+        )  # transformers passes over the `_` that it writes itself
         return frozenset(index for index in range(layers) if (index + 1) % period)
     return frozenset(range(layers))
 
@@ -282,6 +289,7 @@ def _moe(fields: Fields, family: Family, layers: int) -> tuple[Moe | None, froze
         top_groups=fields.count(keys.top_groups, 1) if keys.top_groups else 0,
         score_bias=keys.score_bias,
         shared_gate=keys.shared_ffn_hidden_size is not None,
+        biases=keys.biases,
     )
     return _checked_routing(fields, moe), sparse
 

@@ -16,6 +16,7 @@ from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
 from megarl.models.hf_fp8 import FP8, SCALE_DTYPES, scale_name
 from megarl.models.hf_header import BITS, read_header
+from megarl.models.hf_mxfp4 import STORED, blocks_name, blocks_shape, scales_name
 
 SHOWN = 5
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,14 +36,23 @@ class Scales:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """What an MXFP4 tensor is made of."""
+
+    blocks: TensorInfo
+    scales: TensorInfo
+
+
+@dataclass(frozen=True)
 class TensorInfo:
-    """One tensor on disk. scales: of an FP8 tensor."""
+    """One tensor on disk. scales: of an FP8 tensor. packed: of an MXFP4 tensor, whose file and offset are its blocks'."""
 
     shape: tuple[int, ...]
     dtype: str  # as safetensors writes it: F32, BF16
     file: Path
     offset: int  # of the first byte in the file
     scales: Scales | None = None
+    packed: Packed | None = None
 
 
 def read_index(folder: Path) -> dict[str, TensorInfo]:
@@ -132,6 +142,7 @@ def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: Mo
     no mistake: see `_unused`.
     """
     index = read_index(folder)
+    index = _with_packed(index, expected) if config.mxfp4 else index
     problems: defaultdict[str, list[str]] = defaultdict(list)
     problems["missing"] = sorted(set(expected) - set(index))
     problems["not in the config"] = sorted(
@@ -143,10 +154,14 @@ def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: Mo
             problems["of another shape"].append(f"{name} is {list(info.shape)}, the config says {list(expected[name])}")
         elif info.dtype == FP8 and config.fp8_block is not None:
             found[name] = _with_scales(name, index, config.fp8_block, problems)
+        elif info.packed is not None:
+            problems["of another form"] += _unpackable(name, info.packed, expected[name])
         elif info.dtype not in DTYPES:
             problems["of another type"].append(f"{name} is {info.dtype}, {_supported(info.dtype)}")
     if config.fp8_block is not None and not any(info.dtype == FP8 for info in found.values()):
         problems["not quantised"].append(f"config.json has a quantization_config, and no tensor is {FP8}")
+    if config.mxfp4 and not any(info.packed for info in found.values()):
+        problems["not quantised"].append("config.json has a quantization_config, and no experts are MXFP4")
     if any(problems.values()):
         said = "; ".join(f"{kind}: {some(what)}" for kind, what in problems.items() if what)
         raise UserError(
@@ -207,6 +222,28 @@ def _with_scales(
             f"{list(wanted)} {' or '.join(SCALE_DTYPES)}"
         )
     return replace(info, scales=Scales(scales, block))
+
+
+def _with_packed(index: dict[str, TensorInfo], expected: dict[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
+    """The same, with each tensor that is there in MXFP4 under its own name, in the place of blocks and scales."""
+    found = dict(index)
+    for name, shape in expected.items():
+        names = blocks_name(name), scales_name(name)
+        if name not in index and index.keys() >= set(names):
+            blocks, scales = (found.pop(each) for each in names)
+            found[name] = replace(blocks, shape=shape, packed=Packed(blocks, scales))
+    return found
+
+
+def _unpackable(name: str, packed: Packed, shape: tuple[int, ...]) -> list[str]:
+    """What stands against reading an MXFP4 tensor."""
+    wanted = blocks_shape(shape)
+    pairs = {blocks_name(name): (packed.blocks, wanted), scales_name(name): (packed.scales, wanted[:-1])}
+    return [
+        f"{each} is {list(info.shape)} {info.dtype}, the config wants {list(needed)} {STORED}"
+        for each, (info, needed) in pairs.items()
+        if (info.shape, info.dtype) != (needed, STORED)
+    ]
 
 
 def _scales_of(expected: dict[str, tuple[int, ...]], index: dict[str, TensorInfo]) -> set[str]:

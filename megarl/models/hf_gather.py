@@ -15,9 +15,9 @@ from torch.nn import Module
 from megarl.core.errors import DeadlineError
 from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
-from megarl.models.hf_weights import Bucket, Held, Unit, Value, layer_spec, planned, units_of
+from megarl.models.hf_weights import Bucket, Held, Share, Unit, Value, layer_spec, planned, units_of
 from megarl.models.mapping import put, take, window
-from megarl.models.parts import Dealing, Part, part_of
+from megarl.models.parts import Dealing, part_of
 from megarl.models.rules import Rule, rules
 
 # A HF tensor, and the rank that gives each of its parts.
@@ -70,7 +70,7 @@ class Gatherer:
 
     def holders(self, name: str) -> list[int]:
         """The rank of each part of an HF tensor in the first copy of the model."""
-        return self._dealing.holders(self._units[name].rule)
+        return self._units[name].holders(self._dealing)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Of an HF tensor as it is exported."""
@@ -103,7 +103,8 @@ class Gatherer:
         if steps.ready.receives:
             self._finish(ready, "for room in memory that it writes into")
         for put_one in steps.puts:
-            put(put_one.whole, self._held.value(put_one.unit.rule, put_one.part), put_one.part, put_one.unit.source)
+            share = put_one.share
+            put(share.of(put_one.whole), self._held.value(share.rule, share.part), share.part, share.source)
         while steps.rounds:
             self._finish(self._begin(steps.rounds.pop(0)), "for parts of tensors")
         self._finish(self._begin(steps.written), "for parts that others write into its memory")
@@ -122,17 +123,16 @@ class Gatherer:
     ) -> Tensor:
         """The tensor, complete once all steps are done; in `place` where there is one, unless it is whole here."""
         dtype = self.dtype_of(unit.name)
-        if tuple(holders) == (self._rank,) and place is None:
+        if tuple(holders) == (self._rank,) and place is None and not unit.is_stacked:
             part = part_of(unit.rule, 0, 1)
             return take(self._held.value(unit.rule, part), part, unit.source).to(dtype)
         whole = torch.empty(unit.shape, dtype=dtype, device=self._device) if place is None else place
-        for number, holder in enumerate(holders):
-            part = part_of(unit.rule, number, len(holders))
+        for share, holder in zip(unit.shares(len(holders)), holders, strict=True):
             if holder == self._rank:
-                steps.puts.append(_Put(whole, unit, part))
+                steps.puts.append(_Put(whole, share))
             elif holder not in writers:
-                for turn, rows, _ in turns.of(unit, part, len(holders), self.dtype):
-                    target = window(whole, part, rows)
+                for turn, rows, _ in turns.of(share, unit.dtype(self.dtype)):
+                    target = window(share.of(whole), share.part, rows)
                     steps.round(turn).receives.append((holder, target, unit.dtype(self.dtype)))
         return whole
 
@@ -146,19 +146,18 @@ class Gatherer:
         turns: _Turns,
         steps: _Steps,
     ) -> None:
-        """What this rank gives of the tensor: nothing, or one part."""
-        for number, holder in enumerate(holders):
-            if holder == to or not (holder == self._rank or is_staged(unit, len(holders))):
+        """What this rank gives of the tensor: nothing, one part, or the slots of its experts."""
+        for share, holder in zip(unit.shares(len(holders)), holders, strict=True):
+            if holder == to or not (holder == self._rank or is_staged(share)):
                 continue
-            part = part_of(unit.rule, number, len(holders))
             if holder in writers:
                 if holder == self._rank:
                     assert place is not None, (unit.name, to)
-                    steps.puts.append(_Put(place, unit, part))
+                    steps.puts.append(_Put(place, share))
                 continue
-            coming = list(turns.of(unit, part, len(holders), self.dtype))
+            coming = list(turns.of(share, unit.dtype(self.dtype)))
             if holder == self._rank and coming:
-                mine = take(self._held.value(unit.rule, part), part, unit.source)
+                mine = take(self._held.value(share.rule, share.part), share.part, share.source)
                 for turn, _, rows in coming:
                     steps.round(turn).sends.append((to, mine[rows]))
 
@@ -228,8 +227,7 @@ class _Put:
     """A part that this rank writes into a whole tensor."""
 
     whole: Tensor
-    unit: Unit
-    part: Part
+    share: Share
 
 
 @dataclass
@@ -274,14 +272,14 @@ class _Turns:
     _round: int = 0
     _staged: int = 0
 
-    def of(self, unit: Unit, part: Part, count: int, dtype: torch.dtype) -> Iterator[tuple[int, slice, slice]]:
-        """The rounds of a part, one of `count`, each with its rows of the tensor and of `take`'s; none where it is empty."""
-        width = math.prod(part.shape[1:]) * unit.dtype(dtype).itemsize
+    def of(self, share: Share, dtype: torch.dtype) -> Iterator[tuple[int, slice, slice]]:
+        """The rounds of a share, each with its rows of the source and of `take`'s; none where it is empty. dtype: it comes in."""
+        width = math.prod(share.part.shape[1:]) * dtype.itemsize
         taken = 0
-        for where in part.ranges(unit.source) if width else []:
+        for where in share.part.ranges(share.source) if width else []:
             start = where.start
             while start < where.stop:
-                stop = self._stop(start, where.stop, width) if is_staged(unit, count) else where.stop
+                stop = self._stop(start, where.stop, width) if is_staged(share) else where.stop
                 yield self._round, slice(start, stop), slice(taken, taken + stop - start)
                 start, taken = stop, taken + stop - start
 
@@ -294,9 +292,9 @@ class _Turns:
         return stop
 
 
-def is_staged(unit: Unit, count: int) -> bool:
-    """Whether parts, so many of the tensor, arrive in memory of their own: each is columns of it."""
-    return count > 1 and unit.rule.cut == "columns"
+def is_staged(share: Share) -> bool:
+    """Whether it arrives in memory of its own: where it belongs are columns of the tensor, or a slot in it."""
+    return (share.count > 1 and share.rule.cut == "columns") or share.rule.sources[share.source].slot is not None
 
 
 def export_buckets(gatherer: Gatherer, bucket_bytes: int) -> Iterator[Bucket]:

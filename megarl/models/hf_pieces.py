@@ -17,7 +17,7 @@ from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
 from megarl.models.hf_weights import Held, Value, layer_spec, planned, units_of
 from megarl.models.mapping import put
-from megarl.models.parts import ALIGNMENT, Dealing, part_of
+from megarl.models.parts import ALIGNMENT, Dealing
 from megarl.models.rules import rules
 
 
@@ -91,7 +91,7 @@ class Pieces:
         Raises MegarlError where the model does not hold what a rule promises.
         """
         for unit, entry in zip(self._units[number], self.buckets[number], strict=True):
-            holders = self._dealing.holders(unit.rule)
-            if self._rank in holders:
-                part = part_of(unit.rule, holders.index(self._rank), len(holders))
-                put(entry.of(flat), self._held.value(unit.rule, part), part, unit.source)
+            holders = unit.holders(self._dealing)
+            for holder, share in zip(holders, unit.shares(len(holders)), strict=True):
+                if holder == self._rank:
+                    put(share.of(entry.of(flat)), self._held.value(share.rule, share.part), share.part, share.source)

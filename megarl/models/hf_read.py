@@ -1,7 +1,7 @@
 """Slices of HF's tensors, from mapped files straight into the memory of the parameters that they are for.
 
-FP8 tensors become what they stand for on the way: value * scale of its block, see `hf_fp8`. A tensor is copied a few MiB
-at a time, and the pages that were read are let go: beside its parameters a rank holds one such block a reader, whatever
+FP8 and MXFP4 tensors become what they stand for on the way: value * scale of its block, see `hf_fp8` and `hf_mxfp4`. A
+tensor is copied a few MiB at a time, and the pages that were read are let go: beside its parameters a rank holds one such block a reader, whatever
 the file's size.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -18,9 +19,11 @@ from torch import Tensor
 
 from megarl.models.hf_files import TensorInfo
 from megarl.models.hf_fp8 import FP8
+from megarl.models.hf_mxfp4 import EXPONENT_BIAS, STORED, VALUES
+from megarl.models.rules import Slot
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-STORED_DTYPES = {**DTYPES, FP8: torch.float8_e4m3fn}
+STORED_DTYPES = {**DTYPES, FP8: torch.float8_e4m3fn, STORED: torch.uint8}
 # Small enough to stay in a core's cache between the copy and the check, large enough to hide the calls.
 BLOCK_BYTES = 4 * 2**20
 # Blocks at once: files are waited for, and new memory is taken, side by side.
@@ -60,6 +63,20 @@ class HfReader(AbstractContextManager["HfReader"]):
             part = target.detach()[block.start - rows.start : block.stop - rows.start]
             self._pending.append((name, self._pool.submit(self._copy, info, block, columns, part)))
 
+    def read_slot(self, name: str, slot: Slot, target: Tensor) -> None:
+        """Begin to copy an expert's own of a tensor of all experts, as `read`. target: [out] or [out, in], and so are packed rows.
+
+        An unpacked matrix is [in, out] in the file, and is read by these rows.
+        """
+        info = self._index[name]
+        lines = target.detach() if info.packed is not None or target.dim() == 1 else target.detach().T
+        width = torch.Size(lines.shape[1:]).numel() * slot.step
+        step = max(1, BLOCK_BYTES // (width * torch.float32.itemsize))
+        for start in range(0, len(lines), step):
+            part = lines[start : start + step]
+            copy = self._copy_packed if info.packed is not None else self._copy_slot
+            self._pending.append((name, self._pool.submit(copy, info, slot, start, part)))
+
     def finish(self) -> list[str]:
         """Wait for everything that was begun. Returns the names of tensors that have values which are not finite."""
         found = {name for name, block in self._pending if not block.result()}
@@ -68,14 +85,43 @@ class HfReader(AbstractContextManager["HfReader"]):
 
     def _copy(self, info: TensorInfo, rows: slice, columns: slice | None, target: Tensor) -> bool:
         """Copy one block; returns False where it was to be checked and is not finite."""
-        stored, mapped = self._stored(info), self._maps[info.file]
+        stored = self._stored(info)
         part = stored[rows] if columns is None else stored[rows, columns]
         if info.scales is not None:
             part = dequantized(part, self._stored(info.scales.info), info.scales.block, rows, columns)
         target.copy_(part)
-        row_bytes = torch.Size(info.shape[1:]).numel() * stored.itemsize
+        self._let_go(info, rows)
+        return self._passes(target)
+
+    def _copy_slot(self, info: TensorInfo, slot: Slot, start: int, target: Tensor) -> bool:
+        """Copy elements of a vector, or rows of a matrix, from `start` on; returns what `_copy` does."""
+        mine = self._stored(info)[slot.expert]
+        rows, taken = slice(start, start + len(target)), slice(slot.first, None, slot.step)
+        target.copy_(mine[taken][rows] if mine.dim() == 1 else mine[rows, taken])
+        if mine.dim() == 2:
+            first = slot.expert * len(mine) + start
+            self._let_go(replace(info, shape=(1, *info.shape[2:])), slice(first, first + len(target)))
+        return self._passes(target)
+
+    def _copy_packed(self, info: TensorInfo, slot: Slot, start: int, target: Tensor) -> bool:
+        """Copy rows of an MXFP4 matrix from `start` on; returns what `_copy` does."""
+        assert info.packed is not None
+        rows = slice(slot.first + start * slot.step, slot.first + (start + len(target)) * slot.step, slot.step)
+        blocks, powers = (self._stored(each)[slot.expert, rows] for each in (info.packed.blocks, info.packed.scales))
+        target.copy_(unpacked(blocks, powers))
+        _, out, *rest = info.packed.blocks.shape
+        at = slice(slot.expert * out + rows.start, slot.expert * out + min(rows.stop, out))
+        self._let_go(replace(info.packed.blocks, shape=(1, *rest)), at)
+        return self._passes(target)
+
+    def _let_go(self, info: TensorInfo, rows: slice) -> None:
+        """Give back the pages that these rows of a tensor are in, which have been read."""
+        row_bytes = torch.Size(info.shape[1:]).numel() * STORED_DTYPES[info.dtype].itemsize
         first = (info.offset + rows.start * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, first, info.offset + rows.stop * row_bytes - first)
+        self._maps[info.file].madvise(mmap.MADV_DONTNEED, first, info.offset + rows.stop * row_bytes - first)
+
+    def _passes(self, target: Tensor) -> bool:
+        """Whether what was read is finite, or nobody asked."""
         # A sum may overflow where all values are finite, so it only says where to look closer.
         return not self._check_finite or bool(target.sum().isfinite()) or bool(target.isfinite().all())
 
@@ -96,6 +142,13 @@ def dequantized(values: Tensor, scales: Tensor, block: tuple[int, int], rows: sl
     down = torch.arange(rows.start, rows.stop) // block[0]
     across = torch.arange(first, first + values.shape[1]) // block[1]
     return values.float().mul_(scales.float()[down][:, across])
+
+
+def unpacked(blocks: Tensor, powers: Tensor) -> Tensor:
+    """[rows, in] bfloat16: MXFP4's values times their powers. blocks: [rows, in / 32, 16], powers: [rows, in / 32]; uint8."""
+    values = torch.tensor(VALUES, dtype=torch.bfloat16)
+    each = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+    return torch.ldexp(values[each.int()], powers.int()[..., None] - EXPONENT_BIAS).flatten(1)
 
 
 def _mapped(path: Path) -> mmap.mmap:

@@ -6,7 +6,8 @@ transformers 5 writes `rope_parameters`, one object or one for each kind of laye
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from collections.abc import Mapping
+from typing import Any, Literal, cast
 
 from megarl.core.errors import UserError
 from megarl.models.config import Rope
@@ -28,15 +29,26 @@ def read_ropes(fields: Fields, family: Family, rotary_dim: int | None) -> tuple[
     if family.gemma:
         return read_layered_rope(fields, family.theta)
     longrope = rotary_dim if family.longrope else None
-    return read_rope(fields, family.theta, partial=rotary_dim is not None, longrope=longrope), None
+    partial = rotary_dim is not None
+    return read_rope(fields, family.theta, partial=partial, longrope=longrope, unsaid=family.rope_unsaid), None
 
 
-def read_rope(fields: Fields, default_theta: float, *, partial: bool = False, longrope: int | None = None) -> Rope:
+def read_rope(
+    fields: Fields,
+    default_theta: float,
+    *,
+    partial: bool = False,
+    longrope: int | None = None,
+    unsaid: Mapping[str, Any] | None = None,
+) -> Rope:
     """Rotary positions of a model whose layers all have the same. partial: it may turn a part of each head.
 
-    longrope: elements of a head that are rotated, in a family that is scaled by LongRoPE alone. Raises UserError.
+    longrope: elements of a head that are rotated, in a family that is scaled by LongRoPE alone. unsaid: how positions are scaled
+    where no key says. Raises UserError.
     """
     part = _described(fields)
+    if unsaid is not None and not part.raw:
+        part = Fields(unsaid, fields.path)
     rope = _rope(fields, part, fields.get("rope_theta", default_theta), partial=partial, longrope=longrope)
     if partial and rope.kind == "yarn":  # whose factor would be that of the rotated part alone
         raise UserError(

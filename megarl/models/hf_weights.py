@@ -19,8 +19,10 @@ from megarl.core.layout import Layout, place
 from megarl.models.config import ModelConfig
 from megarl.models.hf_files import check_weights, some
 from megarl.models.hf_read import HfReader
-from megarl.models.parts import Dealing, Part
-from megarl.models.rules import FUSED, LayerSpec, Rule, expected_tensors, rules
+from megarl.models.mapping import within
+from megarl.models.parts import Dealing, Part, part_of
+from megarl.models.rule_table import FUSED
+from megarl.models.rules import LayerSpec, Rule, expected_tensors, rules
 
 Bucket = list[tuple[str, Tensor]]
 Value = Callable[[str, Tensor], Tensor]
@@ -132,18 +134,37 @@ def _matching(tensor: Tensor | None, rule: Rule, part: Part) -> Tensor:
 
 def _fill(tensor: Tensor, rule: Rule, part: Part, reader: HfReader) -> None:
     for run in part.runs:
-        rows = tensor[run.at : run.at + run.stop - run.start]
-        reader.read(rule.sources[run.source].name, slice(run.start, run.stop), part.columns, rows)
+        source, rows = rule.sources[run.source], tensor[run.at : run.at + run.stop - run.start]
+        if source.slot is None:
+            reader.read(source.name, slice(run.start, run.stop), part.columns, rows)
+        else:
+            assert rows.shape == source.shape, (rule.megatron, part)  # no layout cuts an expert that has a slot
+            reader.read_slot(source.name, source.slot, rows)
     if part.padding:
         tensor[-part.padding :] = 0
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One HF tensor of an export: source `source` of a rule."""
+class Share:
+    """What one rank gives of an HF tensor: of a rule's source the rows, and columns, of its part. count: parts of the rule."""
 
     rule: Rule
     source: int
+    part: Part
+    count: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The source within the HF tensor: a view."""
+        return within(whole, self.rule.sources[self.source])
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One HF tensor of an export: source `source` of a rule. others: more (rule, source) with slots in the same tensor."""
+
+    rule: Rule
+    source: int
+    others: tuple[tuple[Rule, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -153,7 +174,23 @@ class Unit:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole tensor."""
-        return self.rule.sources[self.source].shape
+        return self.rule.sources[self.source].stored
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether rules have slots in it."""
+        return self.rule.sources[self.source].slot is not None
+
+    def holders(self, dealing: Dealing) -> list[int]:
+        """The rank of each share in the first copy of the model."""
+        return [rank for rule, _ in ((self.rule, self.source), *self.others) for rank in dealing.holders(rule)]
+
+    def shares(self, count: int) -> Iterator[Share]:
+        """All that make it up, so many, in the order of `holders`."""
+        each, rest = divmod(count, 1 + len(self.others))
+        assert rest == 0, (self.name, count)
+        for rule, source in ((self.rule, self.source), *self.others):
+            yield from (Share(rule, source, part_of(rule, index, each), each) for index in range(each))
 
     def dtype(self, of_parameters: torch.dtype) -> torch.dtype:
         """Mapped buffers are float32 always."""
@@ -165,8 +202,12 @@ class Unit:
 
 
 def units_of(exported: Iterable[Rule]) -> list[Unit]:
-    """All HF tensors of these rules, in their order: those of a rule follow each other."""
-    return [Unit(rule, source) for rule in exported for source in range(len(rule.sources))]
+    """All HF tensors of these rules, in their order: those of a rule follow each other. A layer's experts may share some."""
+    members: dict[str, list[tuple[Rule, int]]] = {}
+    for rule in exported:
+        for source, each in enumerate(rule.sources):
+            members.setdefault(each.name, []).append((rule, source))
+    return [Unit(*first, tuple(others)) for first, *others in members.values()]
 
 
 def planned(

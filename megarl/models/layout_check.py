@@ -78,6 +78,8 @@ def _expert_problems(config: ModelConfig, layout: Layout) -> list[str]:
     problems = []
     if moe.num_experts % layout.ep:
         problems.append(f"ep {layout.ep} does not divide {moe.num_experts} experts")
+    if moe.biases and layout.etp > 1:
+        problems.append(f"etp {layout.etp} is not for experts with biases (megatron-core refuses it)")
     if moe.ffn_hidden_size % layout.etp:
         problems.append(f"etp {layout.etp} does not divide {moe.ffn_hidden_size} columns of an expert")
     if layout.tp > 1 and not layout.sequence_parallel:

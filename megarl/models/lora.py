@@ -38,7 +38,7 @@ from torch.nn import Module, Parameter
 
 from megarl.core.errors import UserError
 from megarl.models.lora_settings import TARGETS, LoraSettings
-from megarl.models.rules import Cut
+from megarl.models.rule_table import Cut
 
 
 @dataclass

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from megarl.models.parts import Part, part_of
-from megarl.models.rules import Rule
+from megarl.models.rules import Rule, Source
+
+
+def within(tensor: Tensor, source: Source) -> Tensor:
+    """What a source is of its HF tensor: a view of it, all of it where it has no slot."""
+    slot = source.slot
+    if slot is None:
+        return tensor
+    mine = tensor[slot.expert][..., slot.first :: slot.step]
+    return mine.T if mine.dim() == 2 else mine
 
 
 def merge(rule: Rule, tensors: Sequence[Tensor], index: int = 0, count: int = 1) -> Tensor:
@@ -16,13 +25,13 @@ def merge(rule: Rule, tensors: Sequence[Tensor], index: int = 0, count: int = 1)
     part = part_of(rule, index, count)
     result = tensors[0].new_zeros(part.shape)
     for run in part.runs:
-        rows = tensors[run.source][run.start : run.stop]
+        rows = within(tensors[run.source], rule.sources[run.source])[run.start : run.stop]
         result[run.at : run.at + run.stop - run.start] = rows if part.columns is None else rows[:, part.columns]
     return result
 
 
 def split(rule: Rule, parts: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """All parts of the Megatron tensor, in order -> named HF tensors, without padding."""
+    """All parts of the Megatron tensor, in order -> named HF tensors, or what are slots of these, without padding."""
     found = []
     for index, source in enumerate(rule.sources):
         tensor = parts[0].new_empty(source.shape)

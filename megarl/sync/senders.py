@@ -10,7 +10,8 @@ from functools import lru_cache
 from megarl.core.layout import Layout, place
 from megarl.models.config import ModelConfig
 from megarl.models.parts import Dealing, num_parts, part_of
-from megarl.models.rules import FUSED, Cut, LayerSpec, Rule, Source, rules
+from megarl.models.rule_table import FUSED, Cut
+from megarl.models.rules import LayerSpec, Rule, Source, rules
 
 # Each sender is a process group that every server joins, with communicators' memory on every device.
 MOST_SENDERS = 32

@@ -23,6 +23,7 @@ CONFIGS = {
     "glm4_moe": "Glm4MoeConfig",
     "glm4_moe_lite": "Glm4MoeLiteConfig",
     "gemma3": "Gemma3TextConfig",
+    "gpt_oss": "GptOssConfig",
 }
 # What a family has beside the common sizes; small enough for a CPU, and every feature at work.
 OWN: dict[str, dict[str, Any]] = {
@@ -94,6 +95,23 @@ OWN: dict[str, dict[str, Any]] = {
         "v_head_dim": 24,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "rms_norm_eps": 1e-3,
+    },
+    "gpt_oss": {
+        "intermediate_size": 48,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 8,
+        "rms_norm_eps": 1e-5,
+        "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 512,
+        },
     },
     "gemma3": {
         "sliding_window": 8,
