@@ -1,8 +1,8 @@
 """Slices of HF's tensors, from mapped files straight into the memory of the parameters that they are for.
 
 FP8 and MXFP4 tensors become what they stand for on the way: value * scale of its block, see `hf_fp8` and `hf_mxfp4`. A
-tensor is copied a few MiB at a time, and the pages that were read are let go: beside its parameters a rank holds one such block a reader, whatever
-the file's size.
+tensor is copied a few MiB at a time, and the pages that were read are let go: beside its parameters a rank holds one such
+block a reader, whatever the file's size.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class HfReader(AbstractContextManager["HfReader"]):
             self._pending.append((name, self._pool.submit(self._copy, info, block, columns, part)))
 
     def read_slot(self, name: str, slot: Slot, target: Tensor) -> None:
-        """Begin to copy an expert's own of a tensor of all experts, as `read`. target: [out] or [out, in], and so are packed rows.
+        """Begin to copy an expert's own of a tensor of all experts, as `read` does. target: [out] or [out, in].
 
-        An unpacked matrix is [in, out] in the file, and is read by these rows.
+        MXFP4 has rows of [out, in] in the file; else a matrix is [in, out] there, and is read by these rows.
         """
         info = self._index[name]
         lines = target.detach() if info.packed is not None or target.dim() == 1 else target.detach().T

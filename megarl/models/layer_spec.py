@@ -10,6 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -45,6 +46,20 @@ class Router(TopKRouter):  # type: ignore[misc]
         if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
             self.expert_bias = bias.to(self.expert_bias.device)
         return self
+
+
+class WholeExpertOutput(RowParallelLinear):  # type: ignore[misc]
+    """The second linear of an expert that no rank shares, for experts with biases: its output is nobody else's to add to.
+
+    Megatron adds the bias in place, which autograd forbids of what the sum over a group of one rank gives; and marks it as if
+    each tensor-parallel rank saw a part of the expert's tokens, where the ranks that hold the expert share its gradients anyhow.
+    """
+
+    def __init__(self, *positions: Any, **options: Any) -> None:
+        super().__init__(*positions, **options)
+        assert self.tp_group.size() == 1, "layout_check refuses it"
+        self.explicit_expert_comm = True
+        setattr(self.bias, "sequence_parallel", False)  # noqa: B010
 
 
 class LocalSelfAttention(SelfAttention):  # type: ignore[misc]
@@ -135,6 +150,8 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
     layer.sharded_state_dict_keys_map = _checkpoint_names(config, index)
     if moe is not None:
         layer.mlp.submodules.router = Router
+        if moe.biases:
+            layer.mlp.submodules.experts.submodules.linear_fc2 = WholeExpertOutput
     if config.mla is not None:
         layer.self_attention = ModuleSpec(LatentAttention)
         return spec

@@ -189,8 +189,10 @@ def write_tiny_model(
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # Norms of one, biases of zero and routers that send all tokens alike would hide mistakes.
-            if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
+            if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight", "mlp.router.weight")):
                 tensor.normal_(std=0.3)
+            elif name.endswith((".sinks", "gate_up_proj_bias", "down_proj_bias")):
+                tensor.normal_(std=4.0 if "gate_up" in name else 1.0)  # wide enough for the clamps of the gate
             elif (tensor.dim() == 1 and isinstance(tensor, torch.nn.Parameter)) or name.endswith("correction_bias"):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(folder)
