@@ -112,8 +112,8 @@ def adapter_s(cluster: Cluster, nbytes: float) -> float:
 
 @lru_cache(maxsize=64)
 def num_tensors(config: ModelConfig) -> int:
-    """HF tensors of a model. An expert has three."""
-    if config.moe is None:
+    """HF tensors of a model. An expert has three, or its part of those of all."""
+    if config.moe is None or config.moe.biases:
         return len(expected_tensors(config))
     one = len(expected_tensors(replace(config, moe=replace(config.moe, num_experts=1))))
     return one + 3 * (config.moe.num_experts - 1) * len(config.moe_layers)

@@ -91,7 +91,7 @@ class SyncPlan:
     bucket_bytes: int
     buckets: tuple[Bucket, ...]
     helped: bool
-    _near: dict[tuple[tuple[int, int | None, int], int], tuple[int, ...]] = field(default_factory=dict, compare=False)
+    _near: dict[tuple[tuple[int, int | None, int, int], int], tuple[int, ...]] = field(default_factory=dict, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -243,12 +243,14 @@ def planned_bytes(bucket_bytes: int, layout: Layout, *, quantized: bool = False)
 
 def _copies(layout: Layout, tensor: Tensor, part: int) -> list[int]:
     """The ranks that hold a part of a tensor, in all copies of the model."""
-    pp = tensor.stage
-    if tensor.ep is not None:
-        parts = [part] if len(tensor.parts) > 1 else range(layout.etp)
-        return [
-            expert_rank(layout, etp=etp, ep=tensor.ep, edp=edp, pp=pp) for edp in range(layout.edp) for etp in parts
-        ]
+    pp, ep = tensor.stage, tensor.ep
+    num_parts = len(tensor.parts)
+    if tensor.experts:
+        ep, part = divmod(part, num_parts // layout.ep)  # each expert-parallel rank has as many, one behind the other
+        num_parts = 1
+    if ep is not None:
+        parts = [part] if num_parts > 1 else range(layout.etp)
+        return [expert_rank(layout, etp=etp, ep=ep, edp=edp, pp=pp) for edp in range(layout.edp) for etp in parts]
     # What tensor parallel does not cut is whole on all of its ranks.
     parts = [part] if len(tensor.parts) > 1 else range(layout.tp)
     copies = ((dp, cp) for dp in range(layout.dp) for cp in range(layout.cp))

@@ -208,7 +208,7 @@ class _Flows:
 def _flows(plan: SyncPlan) -> _Flows:
     nodes, hosts = plan.trainer.nodes, plan.hosts
     # Tensors with the same holders are one column for each part.
-    columns: dict[tuple[int, int | None, int], tuple[int, Tensor]] = {}
+    columns: dict[tuple[int, int | None, int, int], tuple[int, Tensor]] = {}
     width = 0
     for tensor in (tensor for bucket in plan.buckets for tensor in bucket.tensors):
         if tensor.held not in columns:

@@ -22,7 +22,8 @@ BUFFER_BYTES = 4
 class Tensor:
     """One HF tensor. stage: the pipeline stage that holds it. ep: of an expert's, the expert-parallel rank.
 
-    parts: bytes of each part, over tensor parallel (an expert's: expert-tensor parallel); one where it is not cut.
+    parts: bytes of each part, over tensor parallel (an expert's: expert-tensor parallel); one where it is not cut; of a tensor
+    of so many `experts`, those of each, one expert's behind the other's.
     """
 
     name: str
@@ -32,11 +33,12 @@ class Tensor:
     stage: int
     ep: int | None
     parts: tuple[int, ...]
+    experts: int = 0
 
     @property
-    def held(self) -> tuple[int, int | None, int]:
-        """What its holders follow from: stage, expert-parallel rank, number of parts."""
-        return self.stage, self.ep, len(self.parts)
+    def held(self) -> tuple[int, int | None, int, int]:
+        """What its holders follow from: stage, expert-parallel rank, number of parts, and of experts."""
+        return self.stage, self.ep, len(self.parts), self.experts
 
 
 # What cannot be in two buckets: nearly always one tensor.
@@ -53,13 +55,17 @@ def units_of(config: ModelConfig, layout: Layout, spec: LayerSpec, bytes_each: i
         ep = None if rule.expert is None else where.ep
         each = BUFFER_BYTES if rule.is_buffer else bytes_each
         together = rule.megatron.endswith(FUSED)
-        nameless = tuple(replace(source, name="") for source in rule.sources)
+        nameless = tuple(replace(source, name="", slot=None) for source in rule.sources)
         cut = _part_sizes(nameless, rule.cut, rule.rounds, rule.is_padded, num_parts(rule, layout))
         for index, (source, sizes) in enumerate(zip(rule.sources, cut, strict=True)):
             parts = tuple(size * each for size in sizes)
-            tensor = Tensor(
-                source.name, source.shape, rule.is_buffer, math.prod(source.shape) * each, where.pp, ep, parts
-            )
+            nbytes = math.prod(source.stored) * each
+            tensor = Tensor(source.name, source.stored, rule.is_buffer, nbytes, where.pp, ep, parts)
+            if source.slot is not None:
+                [stacked] = found.get((source.name,), (replace(tensor, ep=None, parts=()),))
+                more = (*stacked.parts, *parts)
+                found[source.name,] = (replace(stacked, parts=more, experts=source.slot.expert + 1),)
+                continue
             key = ("fused", rule.layer) if together else (rule.megatron, index)
             found[key] = (*found.get(key, ()), tensor)
     return list(found.values())
@@ -98,7 +104,7 @@ def streams(
     sender's whole node carry it. Each unit goes to the sender with the fewest bytes so far, largest units first, so that
     senders of a stage differ by at most the largest unit.
     """
-    has_experts = any(unit[0].ep is not None for unit in units)
+    has_experts = any(unit[0].ep is not None or unit[0].experts for unit in units)
     used = math.lcm(layout.tp, layout.ep * layout.etp) if has_experts else layout.tp
     ranks = [stage * layout.stage_size + inner for stage in range(layout.pp) for inner in range(used)]
     leads = _leads(ranks, layout, nodes, most_senders)
