@@ -64,6 +64,7 @@ COLUMNS = ("layout", "log-probs", "losses", "norms", "gradients", "furthest grad
 DETAILS = {
     "num_hidden_layers": "layers",
     "num_experts": "experts",
+    "num_local_experts": "experts",
     "n_routed_experts": "experts",
 }
 

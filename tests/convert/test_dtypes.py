@@ -67,7 +67,19 @@ def assert_same_bytes(found, expected):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "qwen2_moe", "qwen3_moe", "phi3", "deepseek_v3", "glm4", "glm4_moe", "glm4_moe_lite", "gemma3"]
+    "family",
+    [
+        "qwen2",
+        "qwen2_moe",
+        "qwen3_moe",
+        "phi3",
+        "deepseek_v3",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "gemma3",
+    ],
 )
 def test_every_tensor_comes_back_in_its_own_dtype(family, rank, tmp_path):
     folder = mix(write_tiny_model(tmp_path / "source", family, num_hidden_layers=3))

@@ -42,6 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma3", {"vocab_size": VOCAB}),
     "phi": ("phi3", longrope(0.75) | {"vocab_size": VOCAB}),
     "glm": ("glm4", {"vocab_size": VOCAB}),
+    "oss": ("gpt_oss", {"vocab_size": VOCAB, "num_hidden_layers": 2}),
 }
 # Whose checkpoint a case loads, after the other has written it.
 RELOADED = {"pp full": "sp", "tp again": "pp full"}
@@ -49,7 +50,8 @@ RELOADED = {"pp full": "sp", "tp again": "pp full"}
 
 def settings_of(model: str) -> LoraSettings:
     """The adapters of a model: on everything that can have some."""
-    return LoraSettings(rank=4, alpha=6, targets=LATENT) if model == "deepseek" else SETTINGS
+    own = {"deepseek": LATENT, "oss": DENSE[:2]}  # routed experts have none
+    return LoraSettings(rank=4, alpha=6, targets=own[model]) if model in own else SETTINGS
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ CASES = {
     "latent ep": Case("deepseek", Layout(ep=2, world_size=2)),
     "qkv in one tp": Case("phi", Layout(tp=2, world_size=2)),
     "in one sp": Case("glm", Layout(tp=2, sequence_parallel=True, world_size=2)),
+    "biases sp": Case("oss", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2)),
     "sandwich sp": Case("gemma", Layout(tp=2, sequence_parallel=True, world_size=2)),
 }
 

@@ -42,6 +42,7 @@ CASES = [
     ("glm4", {}),
     ("glm4_moe", {}),
     ("glm4_moe_lite", {}),
+    ("gpt_oss", {}),
     ("gemma3", {}),
 ]
 

@@ -255,7 +255,7 @@ def test_targets_that_the_model_lacks_are_refused(root: Path, groups: Groups) ->
 
 
 @pytest.mark.parametrize(
-    "model", [*MODELS, "mixtral", "qwen2_moe", "qwen3_moe", "glm4", "glm4_moe", "glm4_moe_lite", "direct"]
+    "model", [*MODELS, "mixtral", "qwen2_moe", "qwen3_moe", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "direct"]
 )
 def test_what_a_config_says_can_have_adapters_is_what_the_model_has(
     model: str, root: Path, groups: Groups, tmp_path: Path

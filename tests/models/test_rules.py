@@ -47,6 +47,7 @@ DEEPSEEK = replace(
         ("glm4_moe", {}),
         ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
         ("glm4_moe_lite", {}),
+        ("gpt_oss", {}),
         ("gemma3", {}),
     ],
 )

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "phi3": ("phi3", longrope(0.75) | {"vocab_size": 97}, TP),
     "phi3-one-head": ("phi3", {"num_key_value_heads": 1}, TP),
     "mixtral": ("mixtral", {}, ETP),
+    "gpt_oss": ("gpt_oss", {}, EP),
 }
 CHUNK = 3
 SEQUENCES = (1, 2)  # of a pack, in units of 4 chunks: each sequence is cut in 2 x CP
