@@ -51,15 +51,17 @@ class Router(TopKRouter):  # type: ignore[misc]
 class WholeExpertOutput(RowParallelLinear):  # type: ignore[misc]
     """The second linear of an expert that no rank shares, for experts with biases: its output is nobody else's to add to.
 
-    Megatron adds the bias in place, which autograd forbids of what the sum over a group of one rank gives; and marks it as if
-    each tensor-parallel rank saw a part of the expert's tokens, where the ranks that hold the expert share its gradients anyhow.
+    Megatron adds the bias in place, which autograd forbids of what the sum over a group of one rank gives. It marks the bias as
+    that of a dense layer: a copy of the other tensor-parallel ranks', whose gradients are to be summed. Here these ranks have
+    other experts, or gradients that those who hold the expert share anyhow.
     """
 
     def __init__(self, *positions: Any, **options: Any) -> None:
         super().__init__(*positions, **options)
         assert self.tp_group.size() == 1, "layout_check refuses it"
         self.explicit_expert_comm = True
-        setattr(self.bias, "sequence_parallel", False)  # noqa: B010
+        for mark, holds in (("sequence_parallel", False), ("tensor_model_parallel", True)):
+            setattr(self.bias, mark, holds)
 
 
 class LocalSelfAttention(SelfAttention):  # type: ignore[misc]
