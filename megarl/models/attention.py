@@ -185,7 +185,7 @@ def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> 
     two elements wider; v: [b, heads, s, v]. sinks: [heads]. In a narrow type the two elements of a query add up to what one
     would round.
     """
-    exact = sinks.float() / scale
+    exact = sinks.double() / scale
     high = exact.to(q.dtype)
     pair = torch.stack([high, (exact - high).detach().to(q.dtype)], -1)
     q = torch.cat([q, pair[None, :, None].expand(*q.shape[:3], 2)], -1)

@@ -91,7 +91,9 @@ class SyncPlan:
     bucket_bytes: int
     buckets: tuple[Bucket, ...]
     helped: bool
-    _near: dict[tuple[tuple[int, int | None, int, int], int], tuple[int, ...]] = field(default_factory=dict, compare=False)
+    _near: dict[tuple[tuple[int, int | None, int, int], int], tuple[int, ...]] = field(
+        default_factory=dict, compare=False
+    )
 
     @property
     def nbytes(self) -> int:

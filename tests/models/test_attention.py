@@ -12,26 +12,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.models.attention import CoreAttention, _chunk_order
+from megarl.models.attention import CoreAttention, _chunk_order, _with_sink
 from megarl.models.gpt import packed_params
 
 pytestmark = pytest.mark.usefixtures("on_device")
 D = 8
-ONE = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+ONE = SimpleNamespace(cp=ALONE, tp=ALONE)
+SINKS = torch.tensor([-1.5, 0.0, 2.0, 5.0], dtype=torch.float64)
 
 
-def core(window: int | None = None, **settings: Any) -> CoreAttention:
+def core(window: int | None = None, sinks: Tensor | None = None, **settings: Any) -> CoreAttention:
     """Layer 2 of two, the one that may have a window."""
     config = SimpleNamespace(
-        kv_channels=D, window_size=None if window is None else (window - 1, 0), window_attn_skip_freq=[0, 1]
+        kv_channels=D,
+        window_size=None if window is None else (window - 1, 0),
+        window_attn_skip_freq=[0, 1],
+        softmax_type="vanilla" if sinks is None else "learnable",
+        num_attention_heads=4,
+        params_dtype=torch.float64,
     )
-    return CoreAttention(config, 2, None, "self", pg_collection=ONE, **settings)  # type: ignore[arg-type]
+    made = CoreAttention(config, 2, None, "self", pg_collection=ONE, **settings)  # type: ignore[arg-type]
+    if sinks is not None:
+        assert made.softmax_offset is not None
+        made.softmax_offset.data.copy_(sinks)
+    return made
 
 
-def by_hand(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+def by_hand(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """softmax(Q K^T / sqrt(d)) V below the diagonal, one query head at a time. [s, heads, d], [s, kv heads, d | v].
 
-    window: how many tokens each sees, itself among them.
+    window: how many tokens each sees, itself among them. sinks: [heads], of each one more logit, which no value follows.
     """
     length, heads, _ = query.shape
     outputs = []
@@ -40,7 +53,10 @@ def by_hand(query: Tensor, key: Tensor, value: Tensor, window: int | None = None
         scores = query[:, head] @ key[:, group].T / math.sqrt(D)
         distance = torch.arange(length)[:, None] - torch.arange(length)[None]
         hidden = (distance < 0) | (distance >= (window or length))
-        outputs.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ value[:, group])
+        logits = scores.masked_fill(hidden, -math.inf)
+        if sinks is not None:
+            logits = torch.cat([logits, sinks[head].expand(length, 1)], -1)
+        outputs.append(logits.softmax(-1)[:, :length] @ value[:, group])
     return torch.cat(outputs, dim=-1)
 
 
@@ -79,6 +95,31 @@ def test_packed_sequences_and_their_gradients_are_those_of_each_alone(
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_and_their_gradients_are_the_formula(window: int | None) -> None:
+    lengths = [7, 1, 5]
+    q, k, v = random_qkv(sum(lengths), 2)
+    sinks = SINKS.to(q.device).requires_grad_()
+    attention = core(window, sinks.detach())
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    output = attention(q, k, v, packed_seq_params=packed_params(bounds))[:, 0]
+    parts = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
+    expected = torch.cat([by_hand(*part, window=window, sinks=sinks) for part in parts])
+    torch.testing.assert_close(output, expected)
+    weights = torch.randn_like(output)
+    ours = torch.autograd.grad((output * weights).sum(), (q, k, v, attention.softmax_offset))
+    for found, wanted in zip(ours, torch.autograd.grad((expected * weights).sum(), (q, k, v, sinks)), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_sinks_of_a_narrow_type_are_not_rounded_once_more() -> None:
+    q, k, v = (tensor.detach().bfloat16() for tensor in random_qkv(6, 4))
+    sinks, scale = torch.tensor([0.3, 2.7, 5.3, -1.1]).bfloat16(), 0.3
+    wide, keys, _ = _with_sink(*(tensor.permute(1, 0, 2)[None] for tensor in (q, k, v)), sinks.to(q.device), scale)
+    products = (wide.double() @ keys[:, :, :1].double().mT)[0, :, 0, 0] * scale
+    torch.testing.assert_close(products.cpu(), sinks.double(), rtol=1e-4, atol=0)
+
+
 def test_padding_behind_the_sequences_is_zero_and_seen_by_none() -> None:
     q, k, v = random_qkv(9, 2)
     output = core()(q, k, v, packed_seq_params=packed_params(torch.tensor([0, 4, 7], dtype=torch.int32)))[:, 0]
@@ -94,7 +135,7 @@ def test_a_scale_may_be_given() -> None:
 
 
 def test_a_window_is_of_the_layers_that_have_it() -> None:
-    config = SimpleNamespace(kv_channels=D, window_size=(2, 0), window_attn_skip_freq=[0, 1])
+    config = SimpleNamespace(kv_channels=D, window_size=(2, 0), window_attn_skip_freq=[0, 1], softmax_type="vanilla")
     q, k, v = random_qkv(9, 2)
     for layer, window in ((1, None), (2, 3)):
         attention = CoreAttention(config, layer, None, "self", pg_collection=ONE)  # type: ignore[arg-type]

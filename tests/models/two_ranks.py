@@ -70,7 +70,7 @@ def context_parallel(rank: int) -> dict[str, torch.Tensor]:
     from megarl.models.gpt import packed_params
 
     attention = CoreAttention(
-        SimpleNamespace(kv_channels=8, window_size=None, window_attn_skip_freq=None),  # type: ignore[arg-type]
+        SimpleNamespace(kv_channels=8, window_size=None, window_attn_skip_freq=None, softmax_type="vanilla"),  # type: ignore[arg-type]
         1,
         None,
         "self",
