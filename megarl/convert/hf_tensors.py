@@ -17,6 +17,7 @@ from torch import Tensor
 from megarl.models.hf_dtypes import ModelDtype, tensor_dtypes
 from megarl.models.hf_files import EMBEDDING, HEAD, untied, weight_files
 from megarl.models.hf_fp8 import scale_name
+from megarl.models.hf_mxfp4 import blocks_name, scales_name
 from megarl.training.manifest import read_model_config
 
 BLOCK_ROWS = 1024
@@ -25,8 +26,8 @@ BLOCK_ROWS = 1024
 def hf_tensors(folder: Path, cast: ModelDtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Name and content of every tensor that the config asks for, in the order of a forward pass.
 
-    cast: the dtype of a model that they are read for; None is each file's own, and bfloat16 for FP8. Raises UserError where
-    the config ties a head to the embedding, and the files hold another.
+    cast: the dtype of a model that they are read for; None is each file's own, and bfloat16 for FP8 and MXFP4. Raises UserError
+    where the config ties a head to the embedding, and the files hold another.
     """
     config = read_model_config(folder)
     with ExitStack() as stack:
@@ -35,7 +36,12 @@ def hf_tensors(folder: Path, cast: ModelDtype | None = None) -> Iterator[tuple[s
         if config.tied_embeddings and HEAD in holder and not _are_same(holder[HEAD], holder[EMBEDDING]):
             raise untied(folder)
         for name, dtype in tensor_dtypes(config, cast or "bfloat16", {}).items():
-            tensor: Tensor = holder[name].get_tensor(name)
+            if config.mxfp4 and name not in holder:
+                packed = (holder[each].get_tensor(each) for each in (blocks_name(name), scales_name(name)))
+                tensor = _unpacked(*packed)
+                yield name, tensor.to(getattr(torch, dtype)) if cast else tensor
+                continue
+            tensor = holder[name].get_tensor(name)
             is_fp8 = config.fp8_block is not None and tensor.dtype == torch.float8_e4m3fn
             if is_fp8:
                 tensor = _unscaled(tensor, holder[scale_name(name)].get_tensor(scale_name(name)), config.fp8_block)
@@ -57,3 +63,14 @@ def _unscaled(values: Tensor, scales: Any, block: Any) -> Tensor:
     repeated = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     product: Tensor = values.float() * repeated[: values.shape[0], : values.shape[1]]
     return product
+
+
+def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+    """[experts, in, out] bfloat16: of each four bits a sign, two of exponent and one of mantissa, times 2 ** (scale - 127)."""
+    bits = torch.stack([blocks % 16, blocks // 16], -1).flatten(-2).int()
+    exponent, mantissa = bits // 2 % 4, bits % 2
+    # Without an exponent the mantissa is a half; else it adds a half to the one before it.
+    value = torch.where(exponent == 0, 0.5 * mantissa, (1 + 0.5 * mantissa) * 2.0 ** (exponent - 1))
+    value = torch.where(bits >= 8, -value, value)
+    powers = 2.0 ** (scales.double() - 127)
+    return (value.double() * powers[..., None]).bfloat16().flatten(-2).transpose(1, 2).contiguous()

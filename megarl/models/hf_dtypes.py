@@ -17,13 +17,15 @@ from typing import Literal
 from megarl.models.config import ModelConfig
 from megarl.models.hf_files import TensorInfo
 from megarl.models.hf_fp8 import FP8
+from megarl.models.hf_mxfp4 import STORED
 from megarl.models.rules import LayerSpec, rules
 
 ModelDtype = Literal["float32", "bfloat16"]
 StoredDtype = Literal["float32", "bfloat16", "float16"]
-# What is read in a dtype that float32 holds exactly, as torch calls it; FP8 is what DeepSeek makes of it.
+# What is read in a dtype that float32 holds exactly, as torch calls it; FP8 is what DeepSeek makes of it, and MXFP4 (whose bytes
+# have no other dtype) what it stands for.
 NAMES: Mapping[str, StoredDtype] = MappingProxyType(
-    {"F32": "float32", "BF16": "bfloat16", "F16": "float16", FP8: "bfloat16"}
+    {"F32": "float32", "BF16": "bfloat16", "F16": "float16", FP8: "bfloat16", STORED: "bfloat16"}
 )
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=weight)\d+$")
 

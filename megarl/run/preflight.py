@@ -355,10 +355,10 @@ def _check_sync(recipe: Recipe, model: ModelConfig) -> None:
 
 
 def _refuse_fp8(recipe: Recipe, model: ModelConfig, reason: str) -> None:
-    if model.fp8_block is not None:
-        path = recipe.model.path
+    if model.fp8_block is not None or model.mxfp4:
+        path, form = recipe.model.path, "MXFP4" if model.mxfp4 else "FP8"
         raise UserError(
-            f"model.path {path} has FP8 weights, and {reason}. Write an unquantised folder once, by `megarl convert "
+            f"model.path {path} has {form} weights, and {reason}. Write an unquantised folder once, by `megarl convert "
             f"hf-to-mcore {path} CHECKPOINT` and `megarl convert mcore-to-hf CHECKPOINT FOLDER`, and set model.path to it."
         )
 

@@ -28,6 +28,8 @@ PUBLISHED = {
     "microsoft/phi-4": 14.7,
     "microsoft/Phi-4-mini-instruct": 3.836,
     "deepseek-ai/DeepSeek-V3": 671.0,
+    "openai/gpt-oss-20b": 20.9,
+    "openai/gpt-oss-120b": 116.8,
     "zai-org/GLM-4-9B-0414": 9.40,
     "zai-org/GLM-4-32B-0414": 32.6,
     "zai-org/GLM-4.5-Air": 106,
@@ -36,6 +38,8 @@ PUBLISHED = {
 }
 # Of a token's pass, without both vocabulary matrices.
 ACTIVE = {
+    "openai/gpt-oss-20b": 3,
+    "openai/gpt-oss-120b": 5,
     "Qwen/Qwen1.5-MoE-A2.7B": 2,
     "Qwen/Qwen2-57B-A14B": 13,
     "zai-org/GLM-4.5-Air": 12,
