@@ -21,6 +21,7 @@ from megarl.placement.space import RECOMPUTE, Layouts
 from megarl.recipe.roles import Lora
 
 FLOAT, INDEX = 4, 8
+SINK = 2  # elements beside each query and key that make the product with the sink (models/attention.py)
 SELECTIVE = RECOMPUTE.index("selective")
 
 
@@ -60,10 +61,10 @@ class Counting:
 
     @property
     def fused(self) -> bool:
-        """Whether the layers are Transformer Engine's, which knows neither sandwich norms nor rotations that differ by layer."""
+        """Whether the layers are Transformer Engine's: no sandwich norms, rotations that differ by layer, or sinks."""
         config = self.config
         wide = config.mla is not None and config.mla.v_dim > config.head_dim
-        return self.kernels.fused and not (config.sandwich_norms or config.local_rope or wide)
+        return self.kernels.fused and not (config.sandwich_norms or config.local_rope or config.sinks or wide)
 
     @property
     def fused_norms(self) -> bool:
@@ -114,10 +115,11 @@ class Counting:
         moe = self.config.moe
         assert moe is not None
         # The ranks that share an expert's columns each have the rows of all of them.
+        clamped = self.config.activation == "swiglu_clamped"  # the gate's input once more, and its sigmoid
         full, rows = self.lora is None, moe.top_k * self.hidden * self.choice.etp
         width = rows * moe.ffn_hidden_size / self.config.hidden_size / self.choice.etp
         shared = moe.shared_ffn_hidden_size / self.choice.tp * self.tokens * self.each
-        steps = 2 + full if self.fused else 5 + full
+        steps = 2 + full if self.fused else 5 + full + 2 * clamped
         kept = self.norm(self.config.hidden_size, output=True) + full * rows + steps * width
         kept = kept + self._router(moe) + self._gated(shared)
         if moe.shared_gate:  # what is gated, and the gate
@@ -215,7 +217,7 @@ class Counting:
             masks = 0
         else:
             # Padded copies; keys and values once for every block or chunk of queries that reads them.
-            wide = max(heads.key, heads.value)
+            wide = max(heads.key + SINK * self.config.sinks, heads.value)
             times, masks = self._blocks
             inside = wide * (heads.queries + 2 * heads.pairs * times)
             none = (inside + heads.queries * wide + read) * self.each + sums + masks

@@ -64,6 +64,7 @@ PARTLY_ROTATED = {
     "first_k_dense_replace": 1,
 }
 LOCAL = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
+SINKS = {**LOCAL, "intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
 # Name -> family, class in HF's config, what differs from COMMON.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dense": ("llama", "Llama", {}),
@@ -76,6 +77,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "neighbours rotated": ("glm4", "Glm4", {}),
     "partly rotated": ("glm4_moe", "Glm4Moe", PARTLY_ROTATED),
     "local": ("gemma3", "Gemma3", LOCAL),
+    "sinks": ("gpt_oss", "GptOss", SINKS),
 }
 
 
