@@ -24,6 +24,7 @@ CPU_SERVER_ARGS = (
     *("--sampling-backend", "pytorch"),
     *("--grammar-backend", "none"),
     "--disable-overlap-schedule",
+    "--disable-hybrid-swa-memory",  # its attention reads one pool for all layers
     "--skip-server-warmup",
     "--sleep-on-idle",
 )

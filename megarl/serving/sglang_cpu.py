@@ -31,10 +31,10 @@ from megarl.core.transformers_models import models_as_remembered
 WRITTEN_FOR = "0.5.21"
 DETERMINISTIC = "--enable-deterministic-inference"
 LORA = "--enable-lora"
-# What is to be compiled and never is, by SGLang's names: in the first torch's compiler meets the stand-in for triton, and ends.
-# In the second, which masks token ids where the vocabulary is sharded, it finds nothing to save, and each rank of a server would
+# What is to be compiled and never is, by SGLang's names: in the first two torch's compiler meets the stand-in for triton, and ends.
+# In the third, which masks token ids where the vocabulary is sharded, it finds nothing to save, and each rank of a server would
 # spend ten seconds of a core on it at its first request.
-UNCOMPILED = ("biased_grouped_topk_impl", "get_masked_input_and_mask")
+UNCOMPILED = ("biased_grouped_topk_impl", "swiglu_gpt_oss_sigmoid_alpha", "get_masked_input_and_mask")
 
 
 class StandInModule(ModuleType):
@@ -276,8 +276,8 @@ def load(*, deterministic: bool = False, lora: bool = False) -> None:
         keep_mapped()
         if deterministic:
             _allow_attention()
-        else:
-            importlib.import_module("megarl.serving.sglang_cpu_attention").install(_prepare)
+        attention = importlib.import_module("megarl.serving.sglang_cpu_attention")
+        attention.install(None if deterministic else _prepare)
         gc.freeze()
 
 

@@ -6,6 +6,8 @@ requests', a row each, in the order of their tokens: a step appends one token to
 same length are attended to in one call. SGLang's own pool stays complete: prefill, shared prefixes, and whatever is not
 covered here (sliding windows, cross attention, latent attention, other dtypes) read it as before.
 
+Sinks, which `torch_native` does not know, are computed here request by request, whatever the mode (arXiv 2309.17453, gpt-oss).
+
 A row is of a request as long as each decode step finds it one token longer. Prefill ends it; so does a step without it. The
 copy takes no more memory than the pool itself; where it would, the loop serves. Not for deterministic mode: there each
 request is computed alone. Written for SGLang 0.5.21, whose other choices go by the name `torch_native`: so this one has it too.
@@ -13,9 +15,11 @@ request is computed alone. Written for SGLang 0.5.21, whose other choices go by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
@@ -24,9 +28,81 @@ from torch import Tensor
 
 from megarl.serving.sglang_cpu_rows import Decoder, Step
 
+OUTPUT_BIAS = "experts.down_proj_bias"
 
-class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-    """SGLang's torch_native backend, which decodes all requests of a batch in a few calls a layer."""
+
+class SinkAttention(TorchNativeAttnBackend):  # type: ignore[misc]
+    """SGLang's torch_native backend, which knows sinks too."""
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """A layer's output, [T, heads x dim]. q: [T, heads x dim], k, v: [T, KV heads x dim]. Called by SGLang."""
+        if sinks is None:
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)  # type: ignore[no-any-return]
+        lengths = forward_batch.extend_seq_lens.tolist()
+        return self._with_sinks(q, k, v, layer, forward_batch, lengths, sinks)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """As `forward_extend`, of one token a request."""
+        if sinks is None:
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)  # type: ignore[no-any-return]
+        return self._with_sinks(q, k, v, layer, forward_batch, [1] * forward_batch.batch_size, sinks)
+
+    def _with_sinks(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, lengths: list[int], sinks: Tensor
+    ) -> Tensor:
+        """lengths: of each request's new tokens, which are its last."""
+        pool, number = self.token_to_kv_pool, layer.layer_id
+        pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+        keys, values = pool.get_key_buffer(number), pool.get_value_buffer(number)
+        # SGLang counts the tokens before one's own.
+        window = layer.sliding_window_size + 1 if (layer.sliding_window_size or -1) >= 0 else None
+        parts = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).split(lengths)
+        whole = zip(parts, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
+        outputs = []
+        for query, request, length in whole:
+            slots = self.req_to_token_pool.req_to_token[request, :length]
+            outputs.append(attend_with_sinks(query, keys[slots], values[slots], layer.scaling, sinks, window))
+        return torch.cat(outputs).flatten(1)
+
+
+def attend_with_sinks(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, sinks: Tensor, window: int | None
+) -> Tensor:
+    """[n, heads, dim], the last n of t tokens. keys, values: [t, KV heads, dim]. sinks: [heads], one more logit of each.
+
+    window: how many tokens each sees, itself among them. Sums in float32.
+    """
+    count, total = len(query), len(keys)
+    grouped = query.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3).float()
+    scores = grouped @ keys.permute(1, 2, 0)[:, None].float() * scaling  # [KV heads, queries a KV head, n, t]
+    distance = torch.arange(total - count, total)[:, None] - torch.arange(total)
+    hidden = (distance < 0) | (distance >= (window or total))
+    sink = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores.masked_fill(hidden, -torch.inf), sink], -1).softmax(-1)[..., :-1]
+    found = weights @ values.permute(1, 0, 2)[:, None].float()
+    return found.permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
+
+
+class BatchedAttention(SinkAttention):
+    """The same, which decodes all requests of a batch in a few calls a layer, where there are no sinks."""
 
     def __init__(self, runner: Any, begin_pass: Callable[[], None]) -> None:
         super().__init__(runner)
@@ -49,12 +125,20 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
             self._decoder.forget(requests)
 
     def forward_decode(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """A layer's output, [B, heads x dim of values]. q: [B, heads x dim], k, v: [B, KV heads x dim]. Called by SGLang."""
         step, pool, number = self._step, self.token_to_kv_pool, layer.layer_id
-        if step is None or self._decoder is None or not save_kv_cache or not _plain(layer) or k is None or v is None:
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)  # type: ignore[no-any-return]
+        plain = save_kv_cache and sinks is None and _plain(layer)
+        if step is None or self._decoder is None or not plain or k is None or v is None:
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, sinks)
         pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
         keys, values = pool.get_key_buffer(number), pool.get_value_buffer(number)
         self._decoder.append(step, number, keys, values, self.req_to_token_pool.req_to_token, k, v)
@@ -68,13 +152,39 @@ def _plain(layer: Any) -> bool:
     return not layer.is_cross_attention and layer.attn_type == AttentionType.DECODER and (window is None or window < 0)
 
 
-def install(prepare: Callable[[Any], Callable[[], None]]) -> None:
+def install(prepare: Callable[[Any], Callable[[], None]] | None) -> None:
     """Let SGLang's own registry answer with this backend.
 
-    prepare: is given the model, which is loaded by then; what it returns is called before each pass.
+    prepare: is given the model, which is loaded by then; what it returns is called before each pass. None is for deterministic
+    mode: nothing is batched.
     """
 
-    def make(runner: Any) -> BatchedAttention:
-        return BatchedAttention(runner, prepare(runner.model))
+    def make(runner: Any) -> SinkAttention:
+        return SinkAttention(runner) if prepare is None else BatchedAttention(runner, prepare(runner.model))
 
     register_attention_backend("torch_native")(make)
+    _admit_sinks()
+
+
+def _admit_sinks() -> None:
+    """Have SGLang take gpt-oss here: it lists the backends that know sinks, and gives sinks two bytes whatever the model has.
+
+    All tensor-parallel ranks but the first make the biases of experts' outputs zero where they find them, which on a CPU may be
+    memory that the others read.
+    """
+    hook: Any = importlib.import_module("sglang.srt.arg_groups.model_hook")
+    chosen = hook.attention_backends_of
+    hook.attention_backends_of = lambda of: tuple("triton" if each == "torch_native" else each for each in chosen(of))
+    models: Any = importlib.import_module("sglang.srt.models.gpt_oss")
+    attention, model = models.GptOssAttention, models.GptOssForCausalLM
+    make, load = attention.__init__, model.load_weights
+
+    def made(self: Any, *positions: Any, params_dtype: torch.dtype, **options: Any) -> None:
+        make(self, *positions, params_dtype=params_dtype, **options)
+        self.sinks.data = self.sinks.data.to(params_dtype)
+
+    def loaded(self: Any, weights: Iterable[tuple[str, Tensor]], *positions: Any, **options: Any) -> None:
+        own = ((name, each.clone() if name.endswith(OUTPUT_BIAS) else each) for name, each in weights)
+        load(self, own, *positions, **options)
+
+    attention.__init__, model.load_weights = made, loaded

@@ -96,7 +96,10 @@ class _Growing:
 
 def cut(tensor: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
     """What a piece is of its HF tensor, cast as a server does it."""
-    part = tensor.detach()[piece.start : piece.stop]
+    tensor = tensor.detach()
+    if piece.expert is not None:
+        tensor = tensor[piece.expert].mT if tensor.dim() == 3 else tensor[piece.expert]
+    part = tensor[piece.start : piece.stop]
     if piece.columns is not None:
         part = part[:, slice(*piece.columns)]
     part = part.to(dtype)

@@ -16,7 +16,7 @@ MLP_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, for a rank's share of any MLP
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 ROUTER = "mlp.router.weight"
 WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite")  # families
-SHARED = ".shared_experts."
+SHARED, ROUTED = ".shared_experts.", ".experts."
 KEYS_VALUES = (".k_proj.", ".v_proj.")
 QKV = ("q_proj", "k_proj", "v_proj")
 # Ends of module names: HF's -> the engine's. Those with the same target stand in it in the order of the rules.
@@ -31,13 +31,21 @@ EXPERTS = {
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "w13_weight"),
     **dict.fromkeys(("down_proj", "w2"), "w2_weight"),
 }
+# Of all experts, in one tensor.
+STACKED = {
+    "gate_up_proj": "w13_weight",
+    "gate_up_proj_bias": "w13_weight_bias",
+    "down_proj": "w2_weight",
+    "down_proj_bias": "w2_weight_bias",
+}
 
 
 @dataclass(frozen=True)
 class Piece:
     """Rows [start, stop) of an HF tensor, of these columns: (first, behind the last); None is all.
 
-    below: rows of zeros behind them. beside: zeros behind each row.
+    below: rows of zeros behind them. beside: zeros behind each row. expert: of a tensor of all experts the one whose matrix, as
+    [out, in], or vector is meant.
     """
 
     tensor: str
@@ -46,6 +54,7 @@ class Piece:
     columns: tuple[int, int] | None = None
     below: int = 0
     beside: int = 0
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,8 @@ def held_by(config: ModelConfig, tp: int, *, pads: bool) -> list[Held]:
     found: dict[tuple[int, str], tuple[list[Piece], bool]] = {}
     for rule in rules(config, "transformer_engine"):  # which keeps whole what engines keep whole
         for source in rule.sources:
+            if source.slot is not None and source.slot.first:
+                continue  # in the same rows as the first, which stand for all
             name = _engine_name(config, source.name, rule)
             for rank in range(tp):
                 pieces, _ = found.setdefault((rank, name), ([], rule.is_buffer or _is_wide(config, rule)))
@@ -85,7 +96,10 @@ def _engine_name(config: ModelConfig, name: str, rule: Rule) -> str:
     if not rest:
         return name
     number, _, path = rest.partition(".")
-    if rule.expert is not None:
+    experts, _, linear = path.rpartition(".")
+    if rule.expert is not None and linear in STACKED:
+        path = f"{experts}.{STACKED[linear]}"
+    elif rule.expert is not None:
         experts, _, linear = path.removesuffix(".weight").partition(f".experts.{rule.expert}.")
         path = f"{experts}.experts.{EXPERTS[linear]}"
     else:
@@ -107,6 +121,9 @@ class _Server:
 
     def pieces(self, rule: Rule, source: Source, rank: int) -> Iterator[Piece]:
         """A rank's part of an HF tensor: one piece, or one of each tensor that is in it."""
+        if source.slot is not None:
+            yield self._stacked(rule, source, rank)
+            return
         rows, begins = source.shape[0], 0
         # Gemma's embedding is one of torch's own, whole on every rank.
         if rule.cut == "whole" or (source.name in VOCABULARY and self.config.family == "gemma3"):
@@ -120,6 +137,18 @@ class _Server:
                 start, stop, below = self._share(rule, names[index] if names else source.name, size, rank)
                 yield Piece(source.name, begins + start, begins + stop, below=below)
                 begins += size
+
+    def _stacked(self, rule: Rule, source: Source, rank: int) -> Piece:
+        """A rank's part of what an expert has in a tensor of all: gate and up by turns, as HF has them."""
+        rows = source.shape[0] * (source.slot.step if source.slot is not None else 1)
+        if rule.cut == "rows":
+            start, stop, below = self._share(rule, source.name, rows, rank)
+            return Piece(source.name, start, stop, below=below, expert=rule.expert)
+        if rule.cut == "columns":
+            start, stop, beside = self._share(rule, source.name, source.shape[1], rank)
+            return Piece(source.name, 0, rows, (start, stop), beside=beside, expert=rule.expert)
+        mine = rows if rank == 0 else 0  # a bias of what the ranks' parts add up to
+        return Piece(source.name, 0, mine, below=rows - mine, expert=rule.expert)
 
     def _share(self, rule: Rule, name: str, size: int, rank: int) -> tuple[int, int, int]:
         """[start, stop) of what is cut, and the zeros behind it."""
@@ -143,8 +172,8 @@ class _Server:
         if ".self_attn." in name:
             # As many heads for each head of keys and values as before.
             return size // config.num_kv_heads * _up(config.num_kv_heads, tp) if config.mla is None else size
-        # Shared experts are as wide as so many of the others, each with its padding.
-        each = config.moe.ffn_hidden_size if config.moe is not None and SHARED in name else size
+        # Shared experts are as wide as so many of the others, each with its padding; and so are gate and up in one.
+        each = config.moe.ffn_hidden_size if config.moe is not None and (SHARED in name or ROUTED in name) else size
         return size // each * _up(each, MLP_PADDING * tp)
 
 

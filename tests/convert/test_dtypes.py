@@ -82,7 +82,8 @@ def assert_same_bytes(found, expected):
     ],
 )
 def test_every_tensor_comes_back_in_its_own_dtype(family, rank, tmp_path):
-    folder = mix(write_tiny_model(tmp_path / "source", family, num_hidden_layers=3))
+    seed = int(family == "gpt_oss")  # whose experts are few tensors, and most bytes
+    folder = mix(write_tiny_model(tmp_path / "source", family, num_hidden_layers=3), seed)
     expected = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in expected.values()} == set(DTYPES)
     back = through_megatron(rank, folder, tmp_path)
