@@ -136,6 +136,11 @@ class ModelConfig:
         return replace(self, head="score", tied_embeddings=False)
 
     @property
+    def quantised(self) -> str | None:
+        """What the folder's weights are called where they are quantised."""
+        return "FP8" if self.fp8_block is not None else "MXFP4" if self.mxfp4 else None
+
+    @property
     def rotated(self) -> int:
         """Elements of a head that RoPE turns."""
         return self.mla.rope_dim if self.mla is not None else self.rotary_dim or self.head_dim

@@ -20,6 +20,8 @@ BLOCK = 128  # rows and columns that share a scale
 # SGLang 0.5.21 renames their scales as if there were one for each tensor (models/llama.py), finds none of that name, and drops
 # them: every weight would be multiplied by the smallest float32.
 UNSCALED_FAMILIES = ("llama", "mistral", "phi3")
+# Of whose experts SGLang loads no scales of blocks (models/gpt_oss.py): they are quantised in MXFP4 or not at all.
+STACKED_FAMILIES = ("gpt_oss",)
 UNQUANTISED = ("mlp.router.weight", SHARED_GATE)
 
 
@@ -58,6 +60,10 @@ def check_servable(config: ModelConfig, tp: int) -> None:
         raise UserError(
             f"`rollout.quantization`: SGLang drops the scales of FP8 blocks of the family {config.family} as it loads them. Set "
             "it to null."
+        )
+    if config.family in STACKED_FAMILIES:
+        raise UserError(
+            f"`rollout.quantization`: SGLang has no FP8 for the experts of the family {config.family}. Set it to null."
         )
     for rule in _linears(config):
         for source in rule.sources:

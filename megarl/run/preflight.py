@@ -355,11 +355,12 @@ def _check_sync(recipe: Recipe, model: ModelConfig) -> None:
 
 
 def _refuse_fp8(recipe: Recipe, model: ModelConfig, reason: str) -> None:
-    if model.fp8_block is not None or model.mxfp4:
-        path, form = recipe.model.path, "MXFP4" if model.mxfp4 else "FP8"
+    if model.quantised is not None:
+        path = recipe.model.path
         raise UserError(
-            f"model.path {path} has {form} weights, and {reason}. Write an unquantised folder once, by `megarl convert "
-            f"hf-to-mcore {path} CHECKPOINT` and `megarl convert mcore-to-hf CHECKPOINT FOLDER`, and set model.path to it."
+            f"model.path {path} has {model.quantised} weights, and {reason}. Write an unquantised folder once, by `megarl "
+            f"convert hf-to-mcore {path} CHECKPOINT` and `megarl convert mcore-to-hf CHECKPOINT FOLDER`, and set model.path to "
+            "it."
         )
 
 

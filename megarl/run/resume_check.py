@@ -64,7 +64,7 @@ def check_resumed(recipe: AnyRecipe, committed: Committed, rows: int, digests: D
 
 def _scored(folder: Path) -> ModelConfig:
     """What a folder says of its model, as a critic; a checkpoint's is never quantised."""
-    return replace(read_model_config(folder).with_score_head(), fp8_block=None)
+    return replace(read_model_config(folder).with_score_head(), fp8_block=None, mxfp4=False)
 
 
 def _in_order(lora: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from megarl.core.errors import UserError
+from megarl.core.json_file import read_object
 from megarl.core.platform import Platform
 from megarl.core.versions import pins
 from megarl.data.chat import load_tokenizer
@@ -35,9 +36,10 @@ OWN_WEIGHTS = "0"  # the version of weights that no run has sent
 SEPARATE_EXPERTS = "--disable-shared-experts-fusion"
 ALL_SPARSE = ("qwen2_moe", "qwen3_moe")  # families that SGLang builds with experts in all layers
 ATTENTION = "-attention-backend"  # and of prefill and decode apart
-SLIDING_FAMILIES = ("gemma3",)  # whose windows SGLang keeps to
+SLIDING_FAMILIES = ("gemma3", "gpt_oss")  # whose windows SGLang keeps to
 NO_HEAD_DIM = ("qwen2_moe", "mixtral")  # families that SGLang builds without it
-OWN_HEADS = ("qwen2_moe", "glm4_moe", "glm4_moe_lite")  # families that SGLang builds with a head of its own
+OWN_HEADS = ("qwen2_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss")  # families that SGLang builds with a head of its own
+BUILT_AS_STORED = ("gpt_oss",)  # families of which SGLang builds parts in the dtype that the config names
 HUB_CACHE = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/COMMIT
 
 
@@ -52,6 +54,7 @@ def check_servers(
     check_server_args(recipe.rollout.server_args, platform)
     _check_dtype(recipe, platform)
     _check_layers("`model.path`", model, platform, longest_served(recipe))
+    _check_stored_dtype("`model.path`", recipe.model.path, model, recipe.model.dtype)
     if not own_weights:
         lora_at_servers(recipe, model)
     _check_quantization(recipe, model, platform, own_weights=own_weights)
@@ -117,16 +120,18 @@ def check_alone(folder: Path, model: ModelConfig, platform: Platform, dtype: str
             f"{folder} is a reward model: it has one score a token in the place of a vocabulary, and generates nothing. Serve a "
             "language model."
         )
-    if model.fp8_block is not None and not platform.serves_fp8:
+    if model.quantised is not None and not platform.serves_fp8:
         raise UserError(
-            f"{folder} has FP8 weights, and SGLang on {platform.name} cannot serve them. Write an unquantised folder once, by "
-            f"`megarl convert hf-to-mcore {folder} CHECKPOINT` and `megarl convert mcore-to-hf CHECKPOINT FOLDER`; serve that."
+            f"{folder} has {model.quantised} weights, and SGLang on {platform.name} cannot serve them. Write an unquantised "
+            f"folder once, by `megarl convert hf-to-mcore {folder} CHECKPOINT` and `megarl convert mcore-to-hf CHECKPOINT FOLDER`; "
+            "serve that."
         )
     if dtype == "float32" and not platform.serves_float32:
         raise UserError(
             f"--dtype float32: on {platform.name} SGLang's attention computes in 16 bits alone. Say bfloat16."
         )
     _check_layers(str(folder), model, platform, longest=0)
+    _check_stored_dtype(str(folder), folder, model, dtype)
     if model.window is None or model.family in SLIDING_FAMILIES:
         return model.context
     return min(model.context, model.window + 1)  # the last token is nobody's query
@@ -138,9 +143,10 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
     0.5.21 knows no sliding window in models of Llama's kind (models/qwen2.py, qwen3.py, qwen3_moe.py, mistral.py, mixtral.py, and
     llama.py for Phi-3): they attend to all tokens. It reads neither mlp_only_layers nor decoder_sparse_step (models/qwen2_moe.py,
     qwen3_moe.py: every layer is sparse): weights of a dense layer would go nowhere, and experts that nothing fills would answer.
-    Qwen2-MoE, GLM-4.5 and GLM-4.7-Flash it builds with a head of their own (models/qwen2_moe.py, glm4_moe.py, glm4_moe_lite.py),
-    which nothing would fill either; and the last with experts in all layers behind the first dense ones. Qwen2-MoE's and
-    Mixtral's heads (models/mixtral.py) are hidden_size / num_attention_heads wide there, whatever head_dim says.
+    Qwen2-MoE, GLM-4.5, GLM-4.7-Flash and gpt-oss it builds with a head of their own (models/qwen2_moe.py, glm4_moe.py,
+    glm4_moe_lite.py, gpt_oss.py), which nothing would fill either; and GLM-4.7-Flash with experts in all layers behind the first
+    dense ones. Qwen2-MoE's and Mixtral's heads (models/mixtral.py) are hidden_size / num_attention_heads wide there, whatever
+    head_dim says.
     """
     if model.window is not None and model.window < longest - 1 and model.family not in SLIDING_FAMILIES:
         raise UserError(
@@ -181,6 +187,23 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
         )
 
 
+def _check_stored_dtype(where: str, folder: Path, model: ModelConfig, dtype: str) -> None:
+    """Whether SGLang builds all layers in the dtype that servers are to have. Raises UserError.
+
+    0.5.21 gives attention and routers of gpt-oss the dtype that the config names (models/gpt_oss.py: params_dtype=config.dtype).
+    """
+    if model.family not in BUILT_AS_STORED:
+        return
+    config = read_object(folder / "config.json", "Export the model again.")
+    stored = config.get("dtype") or config.get("torch_dtype")
+    if stored not in (None, dtype):
+        raise UserError(
+            f"{where}: the dtype in its config.json is {stored}, and SGLang builds parts of {model.architecture} in that, "
+            f"whatever servers are told; they are to have {dtype}. Say {stored} as the run's dtype (model.dtype, --dtype), "
+            f"or export the model in {dtype}."
+        )
+
+
 def _check_quantization(recipe: Recipe, model: ModelConfig, platform: Platform, *, own_weights: bool) -> None:
     """Whether servers can hold the model in FP8. Raises UserError."""
     if recipe.rollout.quantization is None:
@@ -199,6 +222,11 @@ def _check_quantization(recipe: Recipe, model: ModelConfig, platform: Platform, 
 
 def _check_hashes(recipe: Recipe, model: ModelConfig, platform: Platform) -> None:
     """Whether hashes of the servers' weights can be told from the trainer's (`sync.verify`). Raises UserError."""
+    if recipe.sync.verify == "hash" and model.moe is not None and model.moe.biases and platform.has_device_memory:
+        raise UserError(
+            f"`sync.verify`: on {platform.name} the kernels that SGLang chooses say how {model.architecture}'s experts lie in "
+            "memory, and hashes of that are not known. Set it to probe."
+        )
     moe = model.moe  # a shared expert with a gate stays apart (models/qwen2_moe.py)
     shared = moe is not None and moe.shared_ffn_hidden_size > 0 and not moe.shared_gate
     if recipe.sync.verify != "hash" or not shared or not platform.fuses_shared_experts:

@@ -31,9 +31,9 @@ from megarl.core.transformers_models import models_as_remembered
 WRITTEN_FOR = "0.5.21"
 DETERMINISTIC = "--enable-deterministic-inference"
 LORA = "--enable-lora"
-# What is to be compiled and never is, by SGLang's names: in the first two torch's compiler meets the stand-in for triton, and ends.
-# In the third, which masks token ids where the vocabulary is sharded, it finds nothing to save, and each rank of a server would
-# spend ten seconds of a core on it at its first request.
+# What is to be compiled and never is, by SGLang's names: in the first two torch's compiler meets the stand-in for triton, and
+# ends. In the third, which masks token ids where the vocabulary is sharded, it finds nothing to save, and each rank of a server
+# would spend ten seconds of a core on it at its first request.
 UNCOMPILED = ("biased_grouped_topk_impl", "swiglu_gpt_oss_sigmoid_alpha", "get_masked_input_and_mask")
 
 

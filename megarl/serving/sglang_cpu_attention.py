@@ -26,7 +26,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from torch import Tensor
 
-from megarl.serving.sglang_cpu_rows import Decoder, Step
+from megarl.serving.sglang_cpu_rows import Decoder, Step, attend_with_sinks
 
 OUTPUT_BIAS = "experts.down_proj_bias"
 
@@ -47,8 +47,8 @@ class SinkAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         """A layer's output, [T, heads x dim]. q: [T, heads x dim], k, v: [T, KV heads x dim]. Called by SGLang."""
         if sinks is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)  # type: ignore[no-any-return]
-        lengths = forward_batch.extend_seq_lens.tolist()
-        return self._with_sinks(q, k, v, layer, forward_batch, lengths, sinks)
+        new = forward_batch.extend_seq_lens.tolist()
+        return self._with_sinks(q, k, v, layer, forward_batch, new, forward_batch.seq_lens.tolist(), sinks)
 
     def forward_decode(
         self,
@@ -63,42 +63,38 @@ class SinkAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         """As `forward_extend`, of one token a request."""
         if sinks is None:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)  # type: ignore[no-any-return]
-        return self._with_sinks(q, k, v, layer, forward_batch, [1] * forward_batch.batch_size, sinks)
+        one = [1] * forward_batch.batch_size
+        return self._with_sinks(q, k, v, layer, forward_batch, one, one, sinks)
 
     def _with_sinks(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, lengths: list[int], sinks: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        batch: Any,
+        new: list[int],
+        rows: list[int],
+        sinks: Tensor,
     ) -> Tensor:
-        """lengths: of each request's new tokens, which are its last."""
+        """new: of each request's tokens, its last, those that have queries here. rows: of the products.
+
+        A prompt's products have the shape of all of it, as `torch_native` has them: how much was there before changes no bit.
+        """
         pool, number = self.token_to_kv_pool, layer.layer_id
         pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
         keys, values = pool.get_key_buffer(number), pool.get_value_buffer(number)
         # SGLang counts the tokens before one's own.
         window = layer.sliding_window_size + 1 if (layer.sliding_window_size or -1) >= 0 else None
-        parts = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).split(lengths)
-        whole = zip(parts, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
+        parts = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).split(new)
+        requests = zip(parts, rows, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
         outputs = []
-        for query, request, length in whole:
+        for part, count, request, length in requests:
             slots = self.req_to_token_pool.req_to_token[request, :length]
-            outputs.append(attend_with_sinks(query, keys[slots], values[slots], layer.scaling, sinks, window))
+            query = torch.nn.functional.pad(part, (0, 0, 0, 0, count - len(part), 0))
+            found = attend_with_sinks(query, keys[slots], values[slots], layer.scaling, sinks, window)
+            outputs.append(found[-len(part) :])
         return torch.cat(outputs).flatten(1)
-
-
-def attend_with_sinks(
-    query: Tensor, keys: Tensor, values: Tensor, scaling: float, sinks: Tensor, window: int | None
-) -> Tensor:
-    """[n, heads, dim], the last n of t tokens. keys, values: [t, KV heads, dim]. sinks: [heads], one more logit of each.
-
-    window: how many tokens each sees, itself among them. Sums in float32.
-    """
-    count, total = len(query), len(keys)
-    grouped = query.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3).float()
-    scores = grouped @ keys.permute(1, 2, 0)[:, None].float() * scaling  # [KV heads, queries a KV head, n, t]
-    distance = torch.arange(total - count, total)[:, None] - torch.arange(total)
-    hidden = (distance < 0) | (distance >= (window or total))
-    sink = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
-    weights = torch.cat([scores.masked_fill(hidden, -torch.inf), sink], -1).softmax(-1)[..., :-1]
-    found = weights @ values.permute(1, 0, 2)[:, None].float()
-    return found.permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
 
 
 class BatchedAttention(SinkAttention):

@@ -1,6 +1,6 @@
 """A copy of the running requests' keys and values, a row each: what decode attention on a CPU reads (sglang_cpu_attention.py).
 
-Which request has which row, and how rows are grouped for one call. It knows no SGLang.
+Which request has which row, and how rows are grouped for one call; and attention with sinks, of one request. It knows no SGLang.
 """
 
 from __future__ import annotations
@@ -237,3 +237,21 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, run: Run, scaling: floa
     if run.bias is not None:
         scores += run.bias
     return torch.matmul(scores.softmax(-1), v)
+
+
+def attend_with_sinks(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, sinks: Tensor, window: int | None
+) -> Tensor:
+    """[n, heads, dim], the last n of t tokens. keys, values: [t, KV heads, dim]. sinks: [heads], one more logit of each.
+
+    window: how many tokens each sees, itself among them. Sums in float32.
+    """
+    count, total = len(query), len(keys)
+    grouped = query.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3).float()
+    scores = grouped @ keys.permute(1, 2, 0)[:, None].float() * scaling  # [KV heads, queries a KV head, n, t]
+    distance = torch.arange(total - count, total)[:, None] - torch.arange(total)
+    hidden = (distance < 0) | (distance >= (window or total))
+    sink = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores.masked_fill(hidden, -torch.inf), sink], -1).softmax(-1)[..., :-1]
+    found = weights @ values.permute(1, 0, 2)[:, None].float()
+    return found.permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)

@@ -87,7 +87,10 @@ def held_by(config: ModelConfig, tp: int, *, pads: bool) -> list[Held]:
 
 
 def _is_wide(config: ModelConfig, rule: Rule) -> bool:
-    """Routers of GLM-4.5 and GLM-4.7-Flash (models/glm4_moe.py: Glm4MoeGate, glm4_moe_lite.py: Glm4MoeLiteGate)."""
+    """Routers of GLM-4.5 and GLM-4.7-Flash (models/glm4_moe.py: Glm4MoeGate, glm4_moe_lite.py: Glm4MoeLiteGate), and biases of
+    experts (layers/quantization/unquant.py)."""
+    if rule.expert is not None and rule.megatron.endswith(".bias"):
+        return True
     return config.family in WIDE_ROUTERS and rule.megatron.endswith(ROUTER)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,31 @@ def test_a_shared_expert_with_a_gate_is_served_with_a_head_and_hashed_as_it_is(p
     mixtral = load_model_config(write_tiny_model(place.root / "mixtral", "mixtral", head_dim=own))
     with pytest.raises(UserError, match="MixtralForCausalLM with"):
         check_servers(cuda, mixtral, get_platform("cuda"))
+
+
+def test_gpt_oss_is_served_in_its_configs_dtype_and_hashed_on_a_cpu_alone(place: Place, tmp_path: Path) -> None:
+    folder = write_tiny_model(place.root / "oss", "gpt_oss")
+    model, cpu, cuda = load_model_config(folder), get_platform("cpu"), get_platform("cuda")
+    said = [f"model.path={folder}", "model.dtype=float32", "sync.verify=hash"]
+    check_servers(load_recipe(place.recipe, said).recipe, model, cpu)
+    for more, of, platform, message in (
+        ([], replace(model, tied_embeddings=True), cpu, r"GptOssForCausalLM with a head of its own"),
+        (["model.dtype=bfloat16"], model, cpu, r"the dtype in its config\.json is float32.*they are to have bfloat16"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_servers(load_recipe(place.recipe, [*said, *more]).recipe, of, platform)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
+    on_cuda = [*said, "model.dtype=bfloat16"]
+    with pytest.raises(UserError, match=r"`sync\.verify`: on cuda the kernels that SGLang chooses"):
+        check_servers(load_recipe(place.recipe, on_cuda).recipe, model, cuda)
+    on_cuda[-2] = "sync.verify=probe"
+    check_servers(load_recipe(place.recipe, on_cuda).recipe, model, cuda)
+    with pytest.raises(UserError, match=r"SGLang has no FP8 for the experts of the family gpt_oss"):
+        check_servers(load_recipe(place.recipe, [*on_cuda, "rollout.quantization=fp8"]).recipe, model, cuda)
+    with pytest.raises(UserError, match=r"has MXFP4 weights, and SGLang on cpu cannot serve them"):
+        check_alone(folder, replace(model, mxfp4=True), cpu, "bfloat16")
+    assert check_alone(folder, model, cpu, "bfloat16") == model.max_positions
 
 
 def test_glm_is_served_with_a_head_of_its_own(place: Place) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarl.serving.sglang_cpu_rows import Copy, Decoder, Fill, Rows, even_runs
+from megarl.serving.sglang_cpu_rows import Copy, Decoder, Fill, Rows, attend_with_sinks, even_runs
 
 HEADS, KV_HEADS, DIM, SLOTS, REQUESTS = 6, 2, 8, 8192, 8
 
@@ -109,6 +109,22 @@ def test_what_is_not_a_number_stays_with_its_request():
     for request, count in ((1, 10), (2, 30)):
         pool.extend(request, count)
     assert step(decoder, pool, [1, 2])
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_sinks_are_one_more_logit_of_each_head(count, window):
+    query, keys, values = torch.randn(count, HEADS, DIM), *torch.randn(2, 9, KV_HEADS, DIM)
+    sinks = torch.linspace(-2, 4, HEADS)
+    found = attend_with_sinks(query, keys, values, 0.3, sinks, window)
+    for token in range(count):
+        at = 9 - count + token
+        seen = slice(max(0, at - window + 1) if window else 0, at + 1)
+        for head in range(HEADS):
+            pair = head * KV_HEADS // HEADS
+            weights = (keys[seen, pair] @ query[token, head] * 0.3).exp()
+            wanted = weights @ values[seen, pair] / (weights.sum() + sinks[head].exp())
+            torch.testing.assert_close(found[token, head], wanted)
 
 
 def test_the_last_row_takes_the_place_of_one_that_ends():

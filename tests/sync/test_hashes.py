@@ -95,6 +95,7 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("glm4_moe", {}, (1, 2)),
         ("glm4_moe_lite", {}, (1, 2)),
         ("gemma3", {"vocab_size": 130}, (2,)),
+        ("gpt_oss", {"vocab_size": 130, "num_key_value_heads": 1}, (2,)),
     ],
 )
 def test_what_servers_hold_of_every_family_is_known_and_what_they_compute_is_the_models(

@@ -99,16 +99,33 @@ def test_compressing_projections_of_latent_attention_are_whole_in_one_tensor() -
     assert held[1, "model.layers.1.mlp.shared_experts.down_proj.weight"].pieces[0].columns == (64, 96)
 
 
+def test_experts_of_one_tensor_have_gate_and_up_by_turns() -> None:
+    name = "model.layers.0.mlp.experts."
+    held = by_name(held_by(model("gpt_oss"), 2, pads=True))
+    # 48 of each, filled up to 64: the first rank has 64 of the 96 rows, the second the rest.
+    assert held[0, "mlp.experts.w13_weight"].pieces[3] == Piece(f"{name}gate_up_proj", 0, 64, expert=3)
+    assert held[1, "mlp.experts.w13_weight_bias"].pieces[7] == Piece(
+        f"{name}gate_up_proj_bias", 64, 96, below=32, expert=7
+    )
+    assert held[1, "mlp.experts.w2_weight"].pieces[0] == Piece(f"{name}down_proj", 0, 64, (32, 48), beside=16, expert=0)
+    assert held[1, "mlp.experts.w2_weight_bias"].pieces[0] == Piece(f"{name}down_proj_bias", 0, 0, below=64, expert=0)
+    assert held[0, "mlp.experts.w2_weight_bias"].wide and not held[0, "mlp.experts.w2_weight"].wide
+
+
 @pytest.mark.parametrize(("family", "tp", "pads"), list(itertools.product(CONFIGS, (1, 2, 4), (False, True))))
 def test_the_ranks_together_hold_every_number(family: str, tp: int, pads: bool) -> None:
     config = model(family, **({"mlp_only_layers": []} if family == "qwen3_moe" else {}))
-    covered: dict[str, set[tuple[int, int]]] = {}
+    covered: dict[str, set[tuple[int | None, int, int]]] = {}
     for held in held_by(config, tp, pads=pads):
         for piece in held.pieces:
             columns = range(*piece.columns) if piece.columns else range(-1, 0)
-            cells = itertools.product(range(piece.start, piece.stop), columns)
+            cells = itertools.product([piece.expert], range(piece.start, piece.stop), columns)
             covered.setdefault(piece.tensor, set()).update(cells)
     for name, shape in expected_tensors(config).items():
-        cut = any(each < 0 for _, each in covered[name])
-        assert covered[name] == set(itertools.product(range(shape[0]), range(-1, 0) if cut else range(shape[1]))), name
+        cut = any(each < 0 for *_, each in covered[name])
+        experts: list[int | None] = [None]
+        if ".experts." in name and family == "gpt_oss":  # one tensor of [experts, in, out]
+            experts, shape = list(range(shape[0])), shape[:0:-1]
+        columns = range(-1, 0) if cut else range(shape[1])
+        assert covered[name] == set(itertools.product(experts, range(shape[0]), columns)), name
     assert set(covered) == set(expected_tensors(config))
