@@ -123,8 +123,8 @@ def check_alone(folder: Path, model: ModelConfig, platform: Platform, dtype: str
     if model.quantised is not None and not platform.serves_fp8:
         raise UserError(
             f"{folder} has {model.quantised} weights, and SGLang on {platform.name} cannot serve them. Write an unquantised "
-            f"folder once, by `megarl convert hf-to-mcore {folder} CHECKPOINT` and `megarl convert mcore-to-hf CHECKPOINT FOLDER`; "
-            "serve that."
+            f"folder once, by `megarl convert hf-to-mcore {folder} CHECKPOINT` and `megarl convert mcore-to-hf CHECKPOINT "
+            "FOLDER`; serve that."
         )
     if dtype == "float32" and not platform.serves_float32:
         raise UserError(

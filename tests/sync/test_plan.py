@@ -15,6 +15,7 @@ from hypothesis import given, settings
 
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout, place
+from megarl.models.config import Moe
 from megarl.models.parts import Dealing
 from megarl.models.rules import expected_tensors, rules
 from megarl.sync.plan import Receiver, SyncPlan, Trainer, plan_sync, planned_bytes, staged_bytes
@@ -139,6 +140,20 @@ def test_every_expert_parallel_rank_sends_its_own_experts() -> None:
         "2": 5,
         "3": 5,
     }
+
+
+def test_a_tensor_of_all_experts_is_given_by_those_who_hold_some() -> None:
+    config = replace(EXPERTS, moe=Moe(4, 1, 8, biases=True))
+    plan = plan_sync(
+        Trainer(config, Layout(pp=2, ep=2, world_size=8), (0,) * 8), (Receiver("one", (1,)),), "broadcast", 10**6
+    )
+    for name, parts, nbytes in (("gate_up_proj", 2, 8 * 8 * 2), ("down_proj", 1, 8 * 8 * 2), ("down_proj_bias", 1, 16)):
+        rows = [row for row in plan.rows() if row.tensor == f"model.layers.1.mlp.experts.{name}"]
+        # Gate and up of experts 0 and 1, then of 2 and 3, whose ranks are the second stage's first two.
+        assert [row.rank for row in rows] == [4] * 2 * parts + [5] * 2 * parts
+        assert {row.nbytes for row in rows} == {nbytes} and len({row.sender for row in rows}) == 1
+    shapes = {tensor.name: tensor.shape for bucket in plan.buckets for tensor in bucket.tensors}
+    assert shapes == expected_tensors(config)
 
 
 def test_beyond_the_most_senders_ranks_of_a_node_share_one() -> None:
