@@ -27,7 +27,7 @@ from megarl.rollout.asking import Asker
 from megarl.rollout.gate import Gate
 from megarl.run.exported import EXPORT, exported_step
 from megarl.run.preflight import CHECKPOINTS, check_model_folder
-from megarl.run.servers_check import check_alone
+from megarl.run.servers_check import check_alone, check_calls
 from megarl.serving.call_parser import CallParser
 from megarl.serving.client import ServerClient
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
@@ -63,6 +63,7 @@ def run_serve(settings: ServeSettings) -> None:
         )
     config, platform = check_model_folder(folder), get_platform()
     longest = check_alone(folder, config, platform, settings.dtype)
+    check_calls("--tool-parser", settings.tool_parser, config)
     check_server_layout(config, settings.tp, "--tp")
     here = num_local_devices(platform)
     if here is not None and settings.tp > here:

@@ -40,6 +40,7 @@ SLIDING_FAMILIES = ("gemma3", "gpt_oss")  # whose windows SGLang keeps to
 NO_HEAD_DIM = ("qwen2_moe", "mixtral")  # families that SGLang builds without it
 OWN_HEADS = ("qwen2_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss")  # families that SGLang builds with a head of its own
 BUILT_AS_STORED = ("gpt_oss",)  # families of which SGLang builds parts in the dtype that the config names
+UNREAD_CALLS = ("gpt_oss",)  # families that write calls of tools which SGLang's parsers pass over
 HUB_CACHE = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/COMMIT
 
 
@@ -55,6 +56,8 @@ def check_servers(
     _check_dtype(recipe, platform)
     _check_layers("`model.path`", model, platform, longest_served(recipe))
     _check_stored_dtype("`model.path`", recipe.model.path, model, recipe.model.dtype)
+    if recipe.agent is not None:
+        check_calls("`agent.tool_parser`", recipe.agent.tool_parser, model)
     if not own_weights:
         lora_at_servers(recipe, model)
     _check_quantization(recipe, model, platform, own_weights=own_weights)
@@ -184,6 +187,19 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
             "without experts (mlp_only_layers, decoder_sparse_step in its config.json), and SGLang builds "
             f"{model.architecture} with experts in every layer: it cannot serve this model. Take one that has experts in all of "
             "its layers."
+        )
+
+
+def check_calls(where: str, parser: str | None, model: ModelConfig) -> None:
+    """Whether SGLang's parsers read the model's calls of tools. Raises UserError.
+
+    0.5.21 looks for calls of gpt-oss behind `<|start|>assistant` alone (function_call/gpt_oss_detector.py: bot_token), with
+    which a prompt ends: a call without reasoning before it would count as an answer.
+    """
+    if parser is not None and model.family in UNREAD_CALLS:
+        raise UserError(
+            f"{where}: nothing reads every call that {model.architecture} writes. SGLang's parser passes over one that begins "
+            "the response. Set it to null, and play episodes without tools, or take another model."
         )
 
 

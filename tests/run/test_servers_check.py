@@ -18,7 +18,15 @@ from megarl.recipe.load import load_recipe
 from megarl.recipe.rules import longest_sample
 from megarl.recipe.run import Run
 from megarl.run.plan import PlanOptions, run_plan
-from megarl.run.servers_check import _check_dtype, _check_hashes, check_alone, check_servers, model_name, run_mark
+from megarl.run.servers_check import (
+    _check_dtype,
+    _check_hashes,
+    check_alone,
+    check_calls,
+    check_servers,
+    model_name,
+    run_mark,
+)
 from megarl.serving import external
 from megarl.serving.external import ExternalPool, ModelFacts
 from megarl.serving.server_flags import SPARE_TOKENS
@@ -221,6 +229,9 @@ def test_gpt_oss_is_served_in_its_configs_dtype_and_hashed_on_a_cpu_alone(place:
     with pytest.raises(UserError, match=r"has MXFP4 weights, and SGLang on cpu cannot serve them"):
         check_alone(folder, replace(model, mxfp4=True), cpu, "bfloat16")
     assert check_alone(folder, model, cpu, "bfloat16") == model.max_positions
+    check_calls("--tool-parser", None, model)
+    with pytest.raises(UserError, match=r"--tool-parser: nothing reads every call that GptOssForCausalLM writes"):
+        check_calls("--tool-parser", "gpt-oss", model)
 
 
 def test_glm_is_served_with_a_head_of_its_own(place: Place) -> None:
