@@ -84,10 +84,10 @@ class LocalSelfAttention(SelfAttention):  # type: ignore[misc]
 def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torch.dtype, cp: int) -> bool:
     """Whether the layers are Transformer Engine's.
 
-    It has neither sandwich norms nor rotations that differ by layer, nor biases of experts in grouped products under Megatron,
-    nor sinks in every kernel of packed sequences; and its kernels want values no wider than keys. In float32
-    its products are TF32's, whatever torch is told, and it has no attention under context parallel (2.11). That has no window
-    where keys and values go from rank to rank, which is how Megatron asks for it.
+    It has neither sandwich norms nor rotations that differ by layer, sinks of packed sequences only in some kernels, and its
+    kernels want values no wider than keys. In float32 its products are TF32's, whatever torch is told, and it has no attention
+    under context parallel (2.11). That has no window where keys and values go from rank to rank, which is how Megatron asks for
+    it.
     """
     wide_values = config.mla is not None and config.mla.v_dim > config.head_dim
     window = config.window is not None and cp > 1

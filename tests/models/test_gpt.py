@@ -316,6 +316,7 @@ def test_nothing_is_initialised_but_what_is_cut_is_marked(one_rank: Groups, tmp_
         ("deepseek_v3", {}, True),
         ("deepseek_v3", {"v_head_dim": 40}, False),
         ("gemma3", {}, False),
+        ("gpt_oss", {}, False),
     ],
 )
 def test_transformer_engine_is_used_where_it_can(
