@@ -20,7 +20,7 @@ from megarl.models.gpt import build_gpt
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.hf_gather import Gatherer, export_buckets
-from megarl.models.hf_read import unpacked
+from megarl.models.hf_read import BLOCK_BYTES, unpacked
 from megarl.models.hf_weights import load_hf_weights
 from megarl.models.rules import expected_tensors
 from megarl.training.parallel import Groups
@@ -82,18 +82,36 @@ def test_every_value_at_every_power_is_transformers() -> None:
     assert expected[127, 0, :4].tolist() == [0.0, 0.0, 0.5, 0.0]  # bytes 0 and 1: the low bits come first
 
 
-def test_a_published_folder_is_read_and_leaves_unquantised_as_transformers_reads_it(
-    folder: Path, one_rank: Groups
-) -> None:
-    config, expected = load_model_config(folder), dequantised(folder)
-    assert config.mxfp4
+def exported(folder: Path, one_rank: Groups) -> Tensors:
+    """Through a bfloat16 model of one rank."""
+    config = load_model_config(folder)
     chunks = build_gpt(config, ONE, one_rank.collection, dtype=torch.bfloat16, platform=chosen())
     load_hf_weights(chunks, config, folder, ONE, 0)
     buckets = export_buckets(Gatherer(chunks, config, ONE, 0, None), 1 << 14)
-    exported = {name: tensor.cpu() for bucket in buckets for name, tensor in bucket}
-    assert exported.keys() == expected.keys() == expected_tensors(config).keys()
-    assert [name for name in expected if not same(exported[name], expected[name].bfloat16())] == []
+    return {name: tensor.cpu() for bucket in buckets for name, tensor in bucket}
+
+
+@pytest.mark.parametrize("block_bytes", [1, BLOCK_BYTES])
+def test_a_published_folder_is_read_and_leaves_unquantised_as_transformers_reads_it(
+    block_bytes: int, folder: Path, one_rank: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.models.hf_read.BLOCK_BYTES", block_bytes)  # a row at a time
+    config, expected = load_model_config(folder), dequantised(folder)
+    assert config.mxfp4
+    found = exported(folder, one_rank)
+    assert found.keys() == expected.keys() == expected_tensors(config).keys()
+    assert [name for name in expected if not same(found[name], expected[name].bfloat16())] == []
     assert [name for name, tensor in hf_tensors(folder) if not same(tensor, expected[name])] == []
+
+
+def test_unquantised_experts_of_one_tensor_are_read_in_blocks(
+    tmp_path: Path, one_rank: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", "gpt_oss", num_hidden_layers=1)
+    monkeypatch.setattr("megarl.models.hf_read.BLOCK_BYTES", 1)
+    expected = load_file(folder / "model.safetensors")
+    found = exported(folder, one_rank)
+    assert [name for name in expected if not same(found[name], expected[name].bfloat16())] == []
 
 
 @pytest.mark.parametrize(
