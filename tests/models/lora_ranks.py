@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma3", {"vocab_size": VOCAB}),
     "phi": ("phi3", longrope(0.75) | {"vocab_size": VOCAB}),
     "glm": ("glm4", {"vocab_size": VOCAB}),
-    "oss": ("gpt_oss", {"vocab_size": VOCAB, "num_hidden_layers": 2}),
+    "oss": ("gpt_oss", {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_local_experts": 4}),
 }
 # Whose checkpoint a case loads, after the other has written it.
 RELOADED = {"pp full": "sp", "tp again": "pp full"}
