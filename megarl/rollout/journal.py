@@ -24,7 +24,7 @@ from pathlib import Path
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
 from megarl.core.types import Prompt, Sample
-from megarl.rollout.journal_rows import COLUMNS, NAMES, Damage, read_sample, row_of
+from megarl.rollout.journal_rows import COLUMNS, Damage, read_sample, row_of
 from megarl.rollout.tasks import GroupTask
 
 log = get_logger(__name__)
@@ -39,7 +39,7 @@ TABLE = f"create table if not exists samples ({', '.join(COLUMNS)})"
 INDEX = "create index if not exists by_group on samples (row, first)"
 INSERT = f"insert into samples values ({', '.join('?' * len(COLUMNS))})"
 # Blobs of other rows are not read.
-SELECT = f"select {', '.join(NAMES)} from samples where row = ? and first = ? order by written, position"
+SELECT = "select * from samples where row = ? and first = ? order by written, position"
 
 Value = str | int | float | bytes | None
 
@@ -193,7 +193,7 @@ def _read(path: Path, task: GroupTask, prompt: Prompt) -> Written | None:
         raise Damage("the file was cut short")
     with closing(sqlite3.connect(path, timeout=BUSY_S)) as file:
         file.row_factory = sqlite3.Row
-        rows = file.execute(SELECT, (task.row, task.first)).fetchall()
+        rows = [dict(row) for row in file.execute(SELECT, (task.row, task.first))]
     if not rows:
         return None
     rows = [row for row in rows if row["written"] == rows[-1]["written"]]

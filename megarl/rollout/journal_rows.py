@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import sqlite3
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +45,8 @@ COLUMNS = (
     "column_shapes text",
     "crc integer",
 )
-NAMES = tuple(column.split()[0] for column in COLUMNS)
+# What samples have where a journal was written by an older megarl, which did not know the column.
+SINCE = {"starts": "[]", "columns": None, "column_shapes": "[]"}
 
 
 class Damage(MegarlError):
@@ -94,10 +94,13 @@ def row_of(
     return (*whole, _crc(whole))
 
 
-def read_sample(row: sqlite3.Row, prompt: Prompt) -> Sample:
-    """A sample again. prompt: of its row of the data, now. Raises Damage where the checksum or the prompt is another."""
-    values = tuple(row[name] for name in NAMES[:-1])
-    if _crc(values) != row["crc"]:
+def read_sample(found: Mapping[str, Any], prompt: Prompt) -> Sample:
+    """A sample again. found: the row by its columns, as its table has them. prompt: of its row of the data, now.
+
+    Raises Damage where the checksum or the prompt is another.
+    """
+    row: dict[str, Any] = SINCE | dict(found)
+    if _crc(tuple(value for name, value in found.items() if name != "crc")) != row["crc"]:
         raise Damage(f"the checksum of sample {row['id']} is another")
     if row["prompt_crc"] != prompt_crc(prompt):
         raise Damage(f"sample {row['id']} answers another prompt than the row has now")
