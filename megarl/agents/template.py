@@ -8,7 +8,6 @@ written are found by `rewritten`.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,12 +20,12 @@ from megarl.agents.tools import ToolCall
 from megarl.core.errors import TemplateRefusalError
 from megarl.core.types import TokenArray
 from megarl.data.chat import Tokenizer, apply_template, encode_behind, parse_arguments, special_ids
+from megarl.data.spelled import APART, Spelled
 
 # Stands in for what the policy wrote. Templates trim a message, and look for their own marks in it.
 STAND_IN = "what-the-policy-wrote"
 ASKED: Message = {"role": "user", "content": "Go on."}
 SHOWN = 60  # characters of a rendering
-APART = "\ue0a7\ue05b"  # of a private area: where a text is tokenised in two pieces
 QUICK = 2**20  # characters that are tokenised in about a second
 
 # A conversation that a template may rewrite: most leave thinking out of earlier turns, and Mistral's puts what the system says
@@ -48,8 +47,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._tools = list(tools)
         self._special = special_ids(tokenizer)
-        spelled = sorted((self.shown([token]) for token in self._special), key=len, reverse=True)
-        self._spelled = re.compile("|".join(re.escape(text) for text in spelled if len(text) > 1) or "(?!)")
+        self._spelled = Spelled(tokenizer)
         self._ended = self._after(self._text([ASKED, assistant(STAND_IN)], generation_prompt=False))
         ids = self._encode_behind(self._ended).tolist()
         at = next((at for at, token in enumerate(ids) if token in self._special), None)
@@ -59,20 +57,11 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[Message]) -> tuple[TokenArray, str]:
         """The first messages up to where the policy's turn begins: ids [P], and their text. Raises TemplateRefusalError."""
         text = self._text(messages, generation_prompt=True)
-        first, *others = text.split(APART)
-        ids = [self._encode(first), *(self._encode_behind(piece) for piece in others)]
-        return np.concatenate(ids), text.replace(APART, "")
+        return self._spelled.encode(text), text.replace(APART, "")
 
     def as_text(self, messages: Sequence[Message]) -> list[Message]:
         """The same messages for `prompt`, in which what they spell of special tokens is text."""
-
-        def apart(found: re.Match[str]) -> str:
-            return found[0][0] + APART + found[0][1:]
-
-        def plain(key: str, value: Any) -> Any:
-            return self._spelled.sub(apart, value) if isinstance(value, str) and key != "role" else value
-
-        return [{key: plain(key, value) for key, value in message.items()} for message in messages]
+        return self._spelled.as_text(messages)
 
     def exceeds(self, messages: Sequence[Message], most_tokens: int) -> bool:
         """Whether messages are certainly longer, told without tokenising: that of a hundred megabytes would take minutes."""
@@ -184,10 +173,6 @@ class ChatTemplate:
     def _encode_behind(self, text: str) -> TokenArray:
         """Of text that stands behind what the policy wrote."""
         return encode_behind(self._tokenizer, [(STAND_IN, text)])[0]
-
-    def _encode(self, text: str) -> TokenArray:
-        encoded = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False)
-        return np.asarray(encoded["input_ids"], np.int32)
 
 
 def assistant(content: str) -> Message:

@@ -21,7 +21,7 @@ from megarl.core.errors import DeadlineError, MegarlError
 from megarl.core.log import get_logger
 from megarl.serving.answers import split_label
 from megarl.serving.client import ServerClient, ServerEndpoint
-from megarl.serving.external import ExternalPool, ModelFacts, suited
+from megarl.serving.external import ExternalPool, ModelFacts, check_run, suited
 from megarl.serving.vigil import Vigil
 
 log = get_logger(__name__)
@@ -98,13 +98,17 @@ class ExternalActor(ServerCalls):
         self._paused = False
 
     async def _mark(self, as_of: ServerEndpoint) -> None:
-        """Have the server say, beside its version, which run sends it weights: none, where the endpoint has none."""
+        """Have the server say, beside its version, which run sends it weights: none, where the endpoint has none.
+
+        Raises UnfitServerError where another run does.
+        """
         if not self._endpoint.run:
             return
+        async with ServerClient(self._endpoint) as client:
+            await check_run(client, RELEASE_S)
+            version, _ = split_label(await client.weight_version(RELEASE_S))
         async with ServerClient(as_of) as client:
-            version, run = split_label(await client.weight_version(RELEASE_S))
-            if run in ("", self._endpoint.run):
-                await client.set_weight_version(version, RELEASE_S)
+            await client.set_weight_version(version, RELEASE_S)
 
     async def _nobody_listens(self) -> str:
         """Why no connection can be made; empty where one can, or where it is not known."""

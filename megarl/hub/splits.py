@@ -19,7 +19,7 @@ from megarl.core.errors import UserError
 
 READ = (".jsonl", ".ndjson", ".parquet", ".pq")
 # What `datasets` takes for the name of a split, and a set beside which files without any are no training rows.
-SPLITS = ("train", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
+SPLITS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation")
 CONVERTED = "refs/convert/parquet"
 SHOWN = 8
 
@@ -141,16 +141,17 @@ def _by_name(files: Sequence[str], config: str | None, split: str, about: str) -
 
 def _named(files: Sequence[str], split: str) -> list[str]:
     """Those whose path has the split's name in it; all are for training where no file's has any split's."""
-    found = [file for file in files if _has_word(file, split)]
+    words = ("train", "training") if split == SPLITS[0] else (split,)
+    found = [file for file in files if any(_has_word(file, word) for word in words)]
     if not found and split == SPLITS[0] and not any(_has_word(file, each) for file in files for each in SPLITS):
         return list(files)
     return found
 
 
 def _has_word(file: str, word: str) -> bool:
-    """As `datasets` looks for splits: between other characters than letters, behind it digits may follow."""
+    """As `datasets` looks for splits: between other characters than letters."""
     stem = str(PurePosixPath(file).with_suffix(""))
-    return re.search(rf"(?:^|[-._ /]){re.escape(word)}(?:$|[-._ /0-9])", stem) is not None
+    return re.search(rf"(?:^|[-._ /0-9]){re.escape(word)}(?:$|[-._ /0-9])", stem) is not None
 
 
 def _home(file: str, split: str) -> str:

@@ -137,6 +137,13 @@ def _served(recipe: Recipe) -> bool:
     return recipe.teacher is not None and recipe.teacher.servers is not None
 
 
+def _both(recipe: Recipe) -> list[str]:
+    """Addresses of servers that are the teacher's and the policy's."""
+    if recipe.teacher is None or recipe.teacher.servers is None or isinstance(recipe.rollout.servers, int):
+        return []
+    return [url for url in recipe.teacher.servers.urls if url in recipe.rollout.servers.urls]
+
+
 ROLE_UNREAD: tuple[Unread, ...] = (
     *_layout_rules(),
     *_recompute_rules(),
@@ -168,6 +175,15 @@ ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = (
         "teacher.servers",
         lambda r, _: _served(r) and r.teacher.path is not None,
         lambda _: "teacher.path has the teacher on the run's ranks. Remove one of the two",
+        (Recipe,),
+    ),
+    Contradiction(
+        "teacher.servers",
+        lambda r, _: bool(_both(r)),
+        lambda r: (
+            f"{', '.join(_both(r))} is among rollout.servers.urls, too: it gets the policy's weights, which would be their own "
+            "teacher. Name other servers"
+        ),
         (Recipe,),
     ),
     Contradiction(

@@ -35,7 +35,7 @@ def check_graders(reward: Reward) -> None:
 
 def taken_back_notes(reward: Reward, sources: Mapping[str, str]) -> tuple[str, ...]:
     """A line where null has taken the last grader back, and the default grades in its place. sources: `Loaded.sources`."""
-    nulls = [f"{key} ({where})" for key, where in sources.items() if key.startswith("reward.graders.")]
+    nulls = [f"{key} ({where})" for key, where in sources.items() if f"{key}.".startswith("reward.graders.")]
     if reward.graders or reward.fn is None or "reward.fn" in sources or not nulls:
         return ()
     return (

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.data.chat import Message, Tokenizer, apply_template, encode, has_chat_template, load_tokenizer
+from megarl.data.chat import Message, Tokenizer, apply_template, has_chat_template, load_tokenizer
 from megarl.data.prompts import MESSAGES_KEY
+from megarl.data.spelled import Spelled
 from megarl.rewards.grade import Grade, Item, number
 from megarl.rewards.http import ANSWER_SHOWN
 
@@ -26,6 +27,7 @@ class ClassifyForm:
 
     def __init__(self, tokenizer: Tokenizer, output: int = 0, *, episodes: bool = False) -> None:
         self._tokenizer, self._output, self._episodes = tokenizer, output, episodes
+        self._spelled = Spelled(tokenizer)
 
     def probe(self) -> dict[str, Any]:
         """A conversation of two words."""
@@ -37,23 +39,27 @@ class ClassifyForm:
             return self._asking(item.metadata[CONVERSATION])
         return self._asking([*item.metadata[MESSAGES_KEY], {"role": "assistant", "content": item.response}])
 
-    def reply(self, answer: Any) -> float:
-        """The score. Raises ValueError where there is none."""
+    def reply(self, answer: Any, body: dict[str, Any]) -> int | float:
+        """The score, as it was sent. Raises ValueError where there is none, or it is of less than was asked about."""
         numbers = answer.get("embedding") if isinstance(answer, dict) else None
-        if not isinstance(numbers, list) or not all(isinstance(each, int | float) for each in numbers):
+        if not isinstance(numbers, list) or not all(type(each) in (int, float) for each in numbers):
             raise ValueError(f"without scores: {repr(answer)[:ANSWER_SHOWN]}")
         if len(numbers) <= self._output:
             raise ValueError(f"with {len(numbers)} numbers, and the score was to be number {self._output} from 0 on")
-        return float(numbers[self._output])
+        meta, asked = answer.get("meta_info"), len(body["input_ids"])
+        if isinstance(meta, dict) and (read := meta.get("prompt_tokens", asked)) != asked:
+            raise ValueError(f"to {read} tokens, and was asked with {asked}: a longer --context-length is wanted there")
+        found: int | float = numbers[self._output]
+        return found
 
-    def grade(self, reply: float) -> Grade:
+    def grade(self, reply: int | float) -> Grade:
         """The score itself."""
         return number(reply)
 
     def _asking(self, messages: list[Message]) -> dict[str, Any]:
-        text = apply_template(self._tokenizer, messages, generation_prompt=False)
-        [ids] = encode(self._tokenizer, [text], special_tokens=False)
-        return {"input_ids": ids.tolist()}
+        # The policy's words are no marks of turns here: it could praise itself in the user's name.
+        text = apply_template(self._tokenizer, self._spelled.as_text(messages), generation_prompt=False)
+        return {"input_ids": self._spelled.encode(text).tolist()}
 
 
 def open_tokenizer(folder: Path, key: str) -> Tokenizer:

@@ -28,7 +28,7 @@ class JudgeForm:
         """The question about a response. Raises what the template raises."""
         return self._asking(self._question(**item.said))
 
-    def reply(self, answer: Any) -> tuple[str, bool]:
+    def reply(self, answer: Any, _: dict[str, Any]) -> tuple[str, bool]:
         """The reply, and whether it was cut off at its most tokens."""
         try:
             choice = answer["choices"][0]

@@ -9,7 +9,7 @@ import asyncio
 import time
 from typing import Any, Protocol
 
-from megarl.core.errors import MegarlError
+from megarl.core.errors import MegarlError, TemplateRefusalError
 from megarl.rewards.grade import Grade, Item, failed
 from megarl.rewards.http import CallError, JsonClient
 from megarl.rewards.patience import ENOUGH, InFlight, Patience, UnderWay
@@ -24,8 +24,8 @@ class Form(Protocol):
     def body(self, item: Item) -> dict[str, Any]:
         """What is posted about a response. May raise anything, of a row that it was not made for."""
 
-    def reply(self, answer: Any) -> Any:
-        """What matters of an answer. Raises ValueError, with what is wrong, where that is not there."""
+    def reply(self, answer: Any, body: dict[str, Any]) -> Any:
+        """What matters of an answer to what was posted. Raises ValueError, with what is wrong, where that is not there."""
 
     def grade(self, reply: Any) -> Grade:
         """What it says of the response."""
@@ -44,7 +44,7 @@ class SingleGrader:
         """Ask once: somebody is there, takes the key and answers in this form. Raises MegarlError."""
         try:
             await self._ask(self._form.probe())
-        except CallError as error:
+        except (CallError, TemplateRefusalError) as error:
             raise MegarlError(str(error)) from None
 
     async def grade(self, item: Item) -> Grade:
@@ -77,6 +77,6 @@ class SingleGrader:
     async def _ask(self, body: dict[str, Any]) -> Any:
         answer = await self._client.post(body)
         try:
-            return self._form.reply(answer)
+            return self._form.reply(answer, body)
         except ValueError as error:
             raise CallError(f"error: {self._client.url} answered {error}") from None

@@ -45,6 +45,7 @@ COLUMNS = (
     "column_shapes text",
     "crc integer",
 )
+NAMES = frozenset(column.split()[0] for column in COLUMNS)
 # What samples have where a journal was written by an older megarl, which did not know the column.
 SINCE = {"starts": "[]", "columns": None, "column_shapes": "[]"}
 
@@ -100,6 +101,8 @@ def read_sample(found: Mapping[str, Any], prompt: Prompt) -> Sample:
     Raises Damage where the checksum or the prompt is another.
     """
     row: dict[str, Any] = SINCE | dict(found)
+    if row.keys() != NAMES:
+        raise Damage(f"its table has other columns: {', '.join(sorted(row.keys() ^ NAMES))}")
     if _crc(tuple(value for name, value in found.items() if name != "crc")) != row["crc"]:
         raise Damage(f"the checksum of sample {row['id']} is another")
     if row["prompt_crc"] != prompt_crc(prompt):

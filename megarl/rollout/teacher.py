@@ -132,6 +132,10 @@ class ServedTeacher:
         made = {name: np.zeros((len(sample.response_ids), *rest), np.float32) for name, rest in self.columns.items()}
         for (_, first, end), scores in zip(spans, await asyncio.gather(*asked), strict=True):
             mask = sample.loss_mask[first - num_prompt : end - num_prompt] > 0
+            if (most := scores.top_ids[mask].max(initial=0)) >= self.vocab_size:
+                raise AnswerError(
+                    f"it finds token {most} likely, and the policy's vocabulary has {self.vocab_size}: it is of another family"
+                )
             for name, column in made.items():
                 said = scores.logprobs if name == TEACHER_LOGPROBS else joined_top(scores)
                 column[first - num_prompt : end - num_prompt][mask] = said[mask]
@@ -147,8 +151,8 @@ class ServedTeacher:
                     while True:
                         server = self._freest()
                         try:
-                            return self._known(server, await self._once(server, token_ids, first, top))
-                        except (ServerUnreachableError, ServerError) as error:
+                            return await self._once(server, token_ids, first, top)
+                        except (ServerUnreachableError, ServerError, DeadlineError) as error:
                             if isinstance(error, ServerError) and error.status != TOO_MANY and error.status < 500:
                                 raise
                             last = error
@@ -158,24 +162,16 @@ class ServedTeacher:
                 raise DeadlineError(f"no answer within {KEY}.timeout_s, {self.timeout_s:g} s{why}") from last
 
     async def _once(self, server: _Server, token_ids: TokenArray, first: int, top: int) -> PromptScores:
+        # One that takes what it is sent and says nothing leaves time for the others; alone it has all of it.
+        limit_s = self.timeout_s / len(self._servers) if len(self._servers) > 1 else 2 * self.timeout_s
         server.in_flight += 1
         try:
-            scores = await server.client.prompt_scores(
-                token_ids, 2 * self.timeout_s, first=first, top=top, alone=self.alone
-            )
+            scores = await server.client.prompt_scores(token_ids, limit_s, first=first, top=top, alone=self.alone)
         finally:
             server.in_flight -= 1
         if server.told:
             self.tell(f"the {server.client.endpoint.name} answers again")
         server.silent_since, server.told = None, False
-        return scores
-
-    def _known(self, server: _Server, scores: PromptScores) -> PromptScores:
-        if scores.top_ids.size and (most := int(scores.top_ids.max())) >= self.vocab_size:
-            raise AnswerError(
-                f"{server.client.endpoint.name} finds token {most} likely, and the policy's vocabulary has {self.vocab_size}: "
-                "it is of another family."
-            )
         return scores
 
     def _freest(self) -> _Server:

@@ -255,8 +255,8 @@ def _check_hashes(recipe: Recipe, model: ModelConfig, platform: Platform) -> Non
 
 
 def run_mark(run: Run) -> str:
-    """What tells a run's weights at a server from another run's: the same each time that it goes on."""
-    folder = hashlib.sha256(os.fsencode(run.folder.absolute())).hexdigest()[:8]
+    """What tells a run's weights at a server from another run's: the same each time that it goes on, where its folder stays."""
+    folder = hashlib.sha256(os.fsencode(run.folder.resolve())).hexdigest()[:8]
     return f"{run.name}-{folder}"
 
 

@@ -33,6 +33,7 @@ from megarl.data.rows import data_files
 from megarl.models.lora_served import ADAPTER, ServedLora
 from megarl.placement.workload import read_model
 from megarl.recipe.layouts import SHARED, num_shards, pools_of, role_layouts
+from megarl.recipe.reward import Classify
 from megarl.recipe.sampling_rules import beside_ranks, check_beside, overlaps
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.scoring import served_columns
@@ -107,6 +108,7 @@ def _reads(recipe: AnyRecipe) -> list[Path]:
         others = (recipe.critic, recipe.reward_model, recipe.teacher)
         models += (model.path for model in others if model is not None and model.path is not None)
         models += [recipe.sync.folder] if recipe.sync.folder is not None else []
+        models += (each.tokenizer for each in recipe.reward.graders.values() if isinstance(each, Classify))
     rows = (path for path in (recipe.data.train, recipe.data.eval) if path is not None)
     # Links to files stay links: a cache of the hub is made of them.
     return [path.resolve() for path in models] + [file.absolute() for path in rows for file in data_files(path)]

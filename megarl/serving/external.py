@@ -196,11 +196,21 @@ def _other_model(url: str, facts: ModelFacts, expected: ModelFacts) -> str | Non
 
 
 def _other_run(url: str, facts: ModelFacts, expected: ModelFacts) -> str | None:
-    if not facts.run or facts.run == expected.run:
-        return None
-    body = f'{{"new_version": "{facts.weight_version}", "abort_all_requests": false}}'
+    return _of_run(url, facts.run, facts.weight_version) if facts.run not in ("", expected.run) else None
+
+
+async def check_run(client: ServerClient, deadline_s: float) -> None:
+    """Raises UnfitServerError where another run sends the server weights, too: both may have taken it at the same moment."""
+    mine = client.endpoint.run
+    version, run = split_label(await client.weight_version(deadline_s)) if mine else ("", "")
+    if run not in ("", mine):
+        raise UnfitServerError(_of_run(client.endpoint.url, run, version))
+
+
+def _of_run(url: str, run: str, version: str) -> str:
+    body = f'{{"new_version": "{version}", "abort_all_requests": false}}'
     return (
-        f"The external server {url} gets its weights from the run {facts.run}, and those of two runs would replace each other. "
+        f"The external server {url} gets its weights from the run {run}, and those of two runs would replace each other. "
         "Wait for that run, stop it, or take other servers. Where it was killed, and is not to go on, let go of the server in "
         f"its place: curl {url}/update_weight_version -H 'Content-Type: application/json' -d '{body}', with the server's key "
         "where it has one."

@@ -82,8 +82,11 @@ def read_scores(body: bytes, where: str, token_ids: Sequence[int], first: int, t
             _flat(meta, "idx", np.int32, (count, top), where),
             _flat(meta, "val", np.float32, (count, top), where),
         )
-    if (logprobs > ABOVE_ZERO).any() or not (values <= ABOVE_ZERO).all():
-        raise AnswerError(f"{where}: some of its log-probs are above 0, or no numbers. Is this an SGLang server?")
+    if (logprobs > ABOVE_ZERO).any() or not (np.isfinite(values) & (values <= ABOVE_ZERO)).all():
+        raise AnswerError(
+            f"{where}: some of its log-probs are above 0, or no finite numbers. Is this an SGLang server? Where its model takes "
+            "tokens for impossible, algorithm.distill_top_k has to be below the number of the others."
+        )
     return PromptScores(logprobs, ids, values)
 
 

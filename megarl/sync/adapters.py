@@ -15,6 +15,7 @@ from typing import Protocol
 
 from megarl.models.lora_served import ADAPTER
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError
+from megarl.serving.external import check_run
 from megarl.sync.session import Stopwatch, SyncReport, connected, everyone, left
 
 WEIGHTS = "adapter_model.safetensors"
@@ -69,6 +70,7 @@ class AdapterSender:
                     raise
             loaded = {"lora_name": ADAPTER, "lora_path": str(folder)}
             await client.ask("/load_lora_adapter", loaded, left(end))
+            await check_run(client, left(end))
             await client.set_weight_version(version, left(end))
 
         async with connected(servers) as clients:

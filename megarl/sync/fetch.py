@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from megarl.core.errors import DeadlineError, MegarlError, TornError
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError
+from megarl.serving.external import check_run
 from megarl.sync.mirror import Mirror
 from megarl.sync.session import bucket_limit_s, left
 from megarl.sync.store import Store
@@ -72,6 +73,7 @@ class Fetcher:
         try:
             folder = await self._ready(order, held, end)
             async with ServerClient(self._endpoint) as client:
+                await check_run(client, left(end))
                 if folder is None:  # nor is anything wrong that it computed with them
                     await client.set_weight_version(order.version, left(end))
                 else:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from megarl.core.errors import MegarlError, SyncError
 from megarl.serving.client import ServerClient, ServerEndpoint
+from megarl.serving.external import check_run
 
 Clients = dict[str, ServerClient]
 Failures = dict[str, MegarlError]  # by the server's name
@@ -67,6 +68,7 @@ async def connected(servers: Sequence[ServerEndpoint]) -> AsyncIterator[Clients]
 async def commit(client: ServerClient, version: int, end: float) -> None:
     """Make a server serve what it received."""
     await client.end_weight_update(left(end))
+    await check_run(client, left(end))
     await client.set_weight_version(version, left(end))
 
 

@@ -16,10 +16,10 @@ from megarl.cluster import external
 from megarl.cluster.external import ExternalActor, Found
 from megarl.cluster.network import address_towards
 from megarl.cluster.process import ProcessFacts, ProcessSpec
-from megarl.core.errors import DeadlineError
+from megarl.core.errors import DeadlineError, UnfitServerError
 from megarl.core.ports import free_port
 from megarl.serving.client import ServerClient, ServerEndpoint
-from megarl.serving.external import ExternalPool
+from megarl.serving.external import ExternalPool, check_run
 from tests.serving.test_external import EXPECTED, Pool
 from tests.support.fake_sglang import KEY
 
@@ -101,6 +101,10 @@ def test_a_run_does_not_send_its_weights_where_another_one_does(beside: Callable
             assert server.label == "7"
             await beside(url, run="b-2").start(10.0)
             assert server.label == "7@b-2"
+            # Who took it at the same moment: whose weights come second finds out.
+            async with ServerClient(started.endpoint) as client:
+                with pytest.raises(UnfitServerError, match="gets its weights from the run b-2"):
+                    await check_run(client, 5.0)
 
     asyncio.run(go())
 

@@ -70,7 +70,7 @@ SAVED_SPLITS = ["dataset_dict.json", *(f"train/{name}" for name in SAVED)]
         (["train-a.parquet", "train-b.jsonl"], "", None, "train", "have no pattern in common"),
         ([], "", None, "train", "It has no files"),
         *((["data.jsonl", f"{held_out}.jsonl"], "", None, "train", "no file of the split 'train' is there. It has data.jsonl")
-          for held_out in ("val", "evaluation", "testing-1", "dev")),
+          for held_out in ("val", "evaluation", "testing-1", "dev", "math500test")),
         (SAVED, "", None, "train", "written by save_to_disk of the package datasets, in Arrow's own form, which megarl does not"),
         (SAVED, "", None, "test", "again: datasets.load_from_disk(FOLDER).to_parquet(\"test.parquet\")."),
         (SAVED_SPLITS, "", None, "train", "datasets.load_from_disk(FOLDER)['train'].to_parquet(\"train.parquet\")."),

@@ -392,6 +392,10 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (["data.mix={math: 0}"], "all of its shares are 0"),
         (["train.steps=0"], "nothing says how long the run is. Set it, or train.epochs"),
         (
+            [*SERVED, "rollout.servers.urls=['http://127.0.0.1:1', 'http://127.0.0.1:2']"],
+            "http://127.0.0.1:1 is among rollout.servers.urls, too",
+        ),
+        (
             [SERVED[0], "teacher={}"],
             "`teacher.path` (by default): it is missing. Name the teacher's folder, or in teacher.servers",
         ),

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sqlite3
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,7 @@ from megarl.core.types import Prompt, Sample, Status, VersionSpan
 from megarl.data.blocks import laid, sample_block
 from megarl.rollout.attempt import Attempt, failed_sample
 from megarl.rollout.journal import SELECT, Journal, JournalError, Written, forget, forget_others, steps_of
+from megarl.rollout.journal_rows import SINCE, _crc
 from megarl.rollout.tasks import GroupTask
 from megarl.serving.sampling import Sampling
 from tests.rollout.samples import make_prompt
@@ -162,6 +164,22 @@ def test_anybody_can_read_it(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == ["2/p3/0", "2/p3/5", "2/p3/2"]
     tokens = np.frombuffer(rows[0][3], np.int32, count=len(rows[0][3]) // 9)
     assert tokens[rows[0][4] :].tolist() == group().samples[0].response_ids.tolist()
+
+
+def test_what_an_older_megarl_wrote_is_read(tmp_path: Path) -> None:
+    """Its table has fewer columns, and its checksums go over these."""
+    write(tmp_path)
+    [path] = tmp_path.glob("step_*.sqlite")
+    with closing(sqlite3.connect(path)) as file, file:
+        for name in SINCE:
+            file.execute(f"alter table samples drop column {name}")
+        file.row_factory = sqlite3.Row
+        for number, *values, _ in file.execute("select rowid, * from samples").fetchall():
+            file.execute("update samples set crc = ? where rowid = ?", (_crc(tuple(values)), number))
+    found = find(tmp_path)
+    assert found is not None
+    for one, other in zip(found.samples, group().samples, strict=True):
+        assert_same(one, other)
 
 
 def test_a_group_is_found_without_a_look_at_the_others_of_its_step(tmp_path: Path) -> None:

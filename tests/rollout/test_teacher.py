@@ -230,7 +230,7 @@ def test_a_sequence_that_the_server_refuses_is_not_asked_again() -> None:
         (lambda meta: meta["input_token_logprobs"].pop(), "answered to 3 tokens, and was asked with 4"),
         (lambda meta: meta["input_token_logprobs"][1].__setitem__(1, 99), "is of other tokens than it was asked about"),
         (lambda meta: meta["input_token_logprobs"][1].__setitem__(0, None), "a log-prob that is no number"),
-        (lambda meta: meta["input_token_logprobs"][1].__setitem__(0, 0.5), "are above 0, or no numbers"),
+        (lambda meta: meta["input_token_logprobs"][1].__setitem__(0, 0.5), "are above 0, or no finite numbers"),
         (lambda meta: meta.pop("input_top_logprobs_shape"), "input_top_logprobs_shape is missing"),
         (lambda meta: meta.update(input_top_logprobs_null_prefix=0), "behind 0 rows of nothing"),
         (lambda meta: meta.update(input_top_logprobs_val_flat_b64="AAAA"), "is no table of (1, 2)"),

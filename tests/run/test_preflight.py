@@ -256,6 +256,7 @@ def test_a_default_that_grades_in_the_place_of_graders_that_were_taken_back_is_t
 
     assert "null" not in notes() + notes("reward.graders.a=null")
     both = notes("reward.graders.a=null", "reward.graders.b=null")
+    assert "reward.graders (on the command line): null takes the last grader back" in notes("reward.graders=null")
     assert (
         "reward.graders.b (on the command line): null takes the last grader back" in both and "reward.fn math" in both
     )
