@@ -19,13 +19,11 @@ from megarl.core.janitor import RUN_ID_VARIABLE, processes_of
 from megarl.recipe.schema import Recipe
 from megarl.run.session import TrainSession
 from megarl.serving.client import ServerClient, ServerEndpoint
-from megarl.serving.process import process_tree
 from megarl.serving.sampling import Sampling
 from megarl.sync.fetch import Fetched, Order
 from megarl.sync.sending import TransportName, Versions
 from megarl.sync.store import Store
 from tests.end_to_end.engines import one_step, recipe_of, started
-from tests.support.processes import ended
 
 pytestmark = pytest.mark.slow
 
@@ -118,30 +116,21 @@ def test_exported_greedy_answers_equal_the_pools(session: TrainSession, recipe: 
         assert answer == expected.tolist()
 
 
-def test_servers_that_die_or_freeze_come_back_with_the_current_weights(session: TrainSession) -> None:
-    """One is killed before a sync, the other's scheduler is stopped while samples are asked for: none is lost."""
+def test_a_server_that_dies_comes_back_with_the_current_weights(session: TrainSession) -> None:
+    """Killed before a sync, which goes on with the other; the next one reaches both."""
     servers = session.rollout.servers
-    killed, frozen = servers.servers
+    killed, other = servers.servers
     os.kill(killed.pid, signal.SIGKILL)
     sync = session.sync.push(10)
     assert sync["sync/servers"] == 1 and sync["sync/probe_diff_max"] < 1e-4
-    assert servers.servers == [frozen], "the other was lost in the update, and its processes are being ended"
-    named = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in process_tree(frozen.pid)}
-    scheduler = next((pid for pid, name in named.items() if b"scheduler" in name), None)
-    assert scheduler is not None, f"of {named}, none is its scheduler"
-    os.kill(scheduler, signal.SIGSTOP)
-    # Nobody else serves: what was asked is answered by the one that comes back first, once it has version 10.
-    batch, metrics = one_step(session, 10, 10)
-    assert batch.info.num_samples == 16 and batch.info.metrics["rollout/failed"] == 0
-    assert metrics["rollout/logprob_diff_max"] < 1e-4
-    assert ended([scheduler], within_s=30)
+    assert servers.servers == [other], "the other was lost in the update, and its processes are being ended"
     session.rollout.samples.waiter.until(lambda: len(servers.receivers()) == 2, "both servers", 120)
     sync = session.sync.push(11)
     assert sync["sync/servers"] == 2 and sync["sync/probe_diff_max"] < 1e-4
-    assert sync["rollout/server_restarts"] == 2
+    assert sync["rollout/server_restarts"] == 1
     back = [server.worker.name for server in servers.servers]
     assert sorted(back) == ["server 0", "server 1"]
-    assert not {killed.pid, frozen.pid} & {server.pid for server in servers.servers}
+    assert killed.pid not in {server.pid for server in servers.servers}
     batch, metrics = one_step(session, 11, 11)
     assert batch.info.metrics["rollout/failed"] == 0 and metrics["rollout/logprob_diff_max"] < 1e-4
 
