@@ -34,7 +34,7 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
         {"tp": 2, **SP},
         {"pp": 2, "vpp": 2, "tp": 2, **SP},
     ],
-    ("tied", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}],
+    ("tied", 2): [{"pp": 2, "vpp": 2}],  # tensor parallel: in TOGETHER
     ("deep", 2): [{"pp": 2, "vpp": 2, "first_stage_layers": 2}],
     ("deep", 4): [{"pp": 4, "first_stage_layers": 1, "last_stage_layers": 1}],
     ("local", 2): [{"tp": 2, **SP}, {"pp": 2}, {"cp": 2}],
@@ -44,10 +44,10 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("reward", 2): [{"cp": 2}],  # its head is the critic's
     ("preference", 2): [{"cp": 2}],
     ("labelled", 2): [{"cp": 2}],
-    ("distilled", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2}],
+    ("distilled", 2): [{"tp": 2, **SP}, {"cp": 2}],
     ("mla", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {"cp": 2, "ep": 2}],
-    ("gated", 2): [{"tp": 2, **SP, "ep": 2}, {"cp": 2, "ep": 2}],
-    ("gate in one", 2): [{"tp": 2, **SP}, {"cp": 2}],
+    ("gated", 2): [{"tp": 2, **SP, "ep": 2}],
+    ("gate in one", 2): [{"tp": 2, **SP}],
     ("qkv in one", 2): [{"tp": 2, **SP}],
     ("partly rotated", 2): [{"tp": 2, **SP, "ep": 2}, {"cp": 2}],
     ("sinks", 2): [{"tp": 2, **SP}, {"tp": 2, **SP, "ep": 2}],
@@ -67,6 +67,7 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
         {"pp": 2, "cp": 2},
         {"pp": 2, "vpp": 2, "cp": 2},
     ],
+    ("tied", 2): [{"tp": 2, **SP}],
     ("tied", 4): [{"tp": 2, **SP, "pp": 2}, {"pp": 2}],
     ("deep", 2): [{"pp": 2, "vpp": 3}],
     ("local", 4): [{"tp": 2, **SP, "cp": 2}],
@@ -89,12 +90,12 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("preference", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
     ("labelled", 2): [{"tp": 2, **SP}, {"pp": 2, "vpp": 2}, {}],
     ("labelled", 4): [{"tp": 2, **SP, "cp": 2}, {"cp": 2}],
-    ("distilled", 2): [{"tp": 2}, {"pp": 2}, {}],
+    ("distilled", 2): [{"tp": 2}, {"pp": 2, "vpp": 2}, {"pp": 2}, {}],
     ("distilled", 4): [{"tp": 2, **SP, "cp": 2}, {"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}],
     ("mla", 4): [{"tp": 2, **SP, "pp": 2, "vpp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
-    ("gated", 2): [{"tp": 2, **SP, "etp": 2}, {"pp": 2}],
+    ("gated", 2): [{"tp": 2, **SP, "etp": 2}, {"cp": 2, "ep": 2}, {"pp": 2}],
     ("gated", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"tp": 2, **SP, "cp": 2, "ep": 2}],
-    ("gate in one", 2): [{"pp": 2}],
+    ("gate in one", 2): [{"cp": 2}, {"pp": 2}],
     ("qkv in one", 2): [{"cp": 2}, {"pp": 2}],
     ("qkv in one", 4): [{"tp": 4, **SP}, {"tp": 2, **SP, "pp": 2}],
     ("gate in one", 4): [{"tp": 2, **SP, "pp": 2}, {"tp": 2, **SP, "cp": 2}],
@@ -106,10 +107,10 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
 RECOMPUTED = [
     Case("dense", ONE, "selective"),
     Case("dense", ONE, "full"),
-    Case("dense", Layout(cp=2, world_size=2), "full"),
     Case("moe", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2), "full"),
 ]
 MORE_RECOMPUTED = [
+    Case("dense", Layout(cp=2, world_size=2), "full"),
     Case("dense", Layout(tp=2, sequence_parallel=True, world_size=2), "selective"),
     Case("dense", Layout(tp=2, pp=2, sequence_parallel=True, world_size=4), "full"),
 ]
@@ -121,8 +122,9 @@ def _cases(layouts: dict[tuple[str, int], list[Sizes]]) -> list[Case]:
     ]
 
 
-# A model's first case is its reference: one rank.
-CASES = [*(Case(model, ONE) for model in MODELS), *_cases(LAYOUTS), *RECOMPUTED]
+# A model's first case is its reference: one rank. A case of several micro-batches on one rank is among RECOMPUTED.
+REFERENCES = [Case(model, ONE) for model in MODELS]
+CASES = [*REFERENCES, *_cases(LAYOUTS), *RECOMPUTED]
 ALL_CASES = [*CASES, *_cases(MORE_LAYOUTS), *MORE_RECOMPUTED]
 
 
@@ -131,11 +133,11 @@ ALL_CASES = [*CASES, *_cases(MORE_LAYOUTS), *MORE_RECOMPUTED]
 BALANCE_COEF, BALANCE_MICRO_BATCHES = 0.1, 2
 BALANCE_MINI = examples([-(-length // 8) * 8 for length in LENGTHS], VOCAB)
 _EVERYDAY_BALANCED: dict[tuple[str, int], list[Sizes]] = {
-    ("moe", 2): [{"tp": 2, **SP}, {"tp": 2, **SP, "etp": 2}, {"pp": 2}, {"cp": 2, "ep": 2}],
+    ("moe", 2): [{"tp": 2, **SP, "etp": 2}, {"cp": 2, "ep": 2}],
     ("moe", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}],
 }
 _MORE_BALANCED: dict[tuple[str, int], list[Sizes]] = {
-    ("moe", 2): [{"ep": 2}],
+    ("moe", 2): [{"tp": 2, **SP}, {"pp": 2}, {"ep": 2}],
     ("moe", 4): [{"tp": 2, **SP, "cp": 2}, {"tp": 2, **SP, "ep": 4}],
 }
 BALANCED = _cases(_EVERYDAY_BALANCED)
@@ -176,8 +178,13 @@ class Extent:
 
 
 def _cuts(case: Case) -> tuple[int, ...]:
-    """How many micro-batches are one matters where stages hand them on: elsewhere the tests take several alone."""
-    return MICRO_BATCHES if case.layout.pp > 1 or case.layout == ONE else MICRO_BATCHES[-1:]
+    """In how many micro-batches the tests take a case: each model's reference in one, all others in several.
+
+    Into how many does matter where stages hand them on, whatever model they have: that is one model's to show.
+    """
+    if case in REFERENCES:
+        return MICRO_BATCHES[:1]
+    return MICRO_BATCHES if case.model == "dense" and case.layout.pp > 1 else MICRO_BATCHES[-1:]
 
 
 EVERYDAY = Extent(CASES, BALANCED, TOGETHER, MINIS[:2], _cuts)  # the second step has the optimizer's state of the first
