@@ -71,6 +71,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"seed": 1},  # at 0 a gradient of an adapter is all rounding, of which Adam makes a whole step
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite")
+# Dense, with experts, with latents: families of one kind of layer differ in modules that these ways do not tell from others.
+KINDS_OF_LAYERS, PARTS = ("qwen3", "qwen3_moe", "deepseek_v3"), ("recompute of two layers", "selective recompute")
 # In which ways checkpoints go from one kind of layers to the other: the others write the same tensors.
 READ = ("plain", "adapters", "adapters behind norms")
 ROLE = "actor"
@@ -175,8 +177,9 @@ def read_in(family: str) -> list[str]:
 
 
 def ways(family: str) -> dict[str, dict[str, Any]]:
-    """What is tried of a family: latent attention has no linear_qkv."""
-    return {way: settings for way, settings in RUNS.items() if family not in LATENT or way != "adapters behind norms"}
+    """What is tried of a family: latent attention has no linear_qkv, and recomputing part of a layer is for whole kinds of it."""
+    tried = [way for way in RUNS if family not in LATENT or way != "adapters behind norms"]
+    return {way: RUNS[way] for way in tried if family in KINDS_OF_LAYERS or way not in PARTS}
 
 
 def run_all(root: Path) -> dict[str, Any]:
