@@ -87,12 +87,17 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("llama", {"num_key_value_heads": 1}, (2,)),
         ("mistral", {}, (2,)),
         ("qwen2_moe", {"mlp_only_layers": [], "shared_expert_intermediate_size": 72}, (1, 2)),
-        ("phi3", {"num_key_value_heads": 1, "intermediate_size": 80}, (1, 2)),
-        ("phi3", LONGROPE | {"vocab_size": 130, "tie_word_embeddings": True}, (2,)),
+        ("phi3", {"num_key_value_heads": 1, "intermediate_size": 80}, (1,)),
+        (
+            "phi3",
+            LONGROPE
+            | {"num_key_value_heads": 1, "intermediate_size": 80, "vocab_size": 130, "tie_word_embeddings": True},
+            (2,),
+        ),
         ("mixtral", {}, (2,)),
         ("deepseek_v3", {}, (2,)),
         ("glm4", {"intermediate_size": 80, "num_key_value_heads": 1}, (1, 2)),
-        ("glm4_moe", {}, (1, 2)),
+        ("glm4_moe", {}, (2,)),  # by one rank: in bfloat16, below
         ("glm4_moe_lite", {}, (1, 2)),
         ("gemma3", {"vocab_size": 130}, (2,)),
         ("gpt_oss", {"vocab_size": 130, "num_key_value_heads": 1}, (2,)),
