@@ -18,6 +18,7 @@ from megarl.agents.episode import Episodes
 from megarl.agents.template import QUICK, ChatTemplate
 from megarl.core.types import Sample, Status
 from megarl.data.prompts import MESSAGES_KEY
+from megarl.data.spelled import Spelled
 from megarl.rollout.asking import Asker
 from megarl.rollout.attempt import Attempt
 from megarl.rollout.gate import Gate
@@ -136,13 +137,13 @@ def test_a_budget_that_runs_out_truncates_the_episode(
 
 def test_what_is_far_too_long_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool may give gigabytes: all other episodes of the process would stand still for minutes."""
-    encode = ChatTemplate._encode
+    encode = Spelled.encode
 
-    def short_ones(self: ChatTemplate, text: str) -> Any:
+    def short_ones(self: Spelled, text: str) -> Any:
         assert len(text) < QUICK
         return encode(self, text)
 
-    monkeypatch.setattr(ChatTemplate, "_encode", short_ones)
+    monkeypatch.setattr(Spelled, "encode", short_ones)
     long = [{"role": "user", "content": "a" * (QUICK + 1)}]
     made = type("Long", (Bad,), {"__init__": lambda self: Bad.__init__(self, "step", lambda: Turn(long))})
     [sample] = play(policy(), make_settings(made, TOKENIZER), TOKENIZER, sampling=Sampling(1000))

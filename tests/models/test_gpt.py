@@ -153,7 +153,11 @@ def test_packed_logprobs_in_bfloat16_are_near_transformers(family: str, one_rank
     assert apart.max().item() < allowed.logprob and apart.mean().item() < allowed.mean_logprob
 
 
-@pytest.mark.parametrize(("family", "overrides"), [*((family, {}) for family in CONFIGS), ("phi3", longrope(0.75))])
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [*((family, {}) for family in CONFIGS), ("phi3", longrope(0.75))],
+    ids=[*CONFIGS, "phi3 with longrope"],
+)
 def test_gradients_equal_transformers(
     family: str, overrides: dict[str, Any], one_rank: Groups, bounds: Tolerance, tmp_path: Path
 ) -> None:

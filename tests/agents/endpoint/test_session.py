@@ -16,8 +16,9 @@ from megarl.agents.endpoint.model import Model
 from megarl.agents.endpoint.text_matching import KnownText
 from megarl.agents.environment import Done, EpisodeRow
 from megarl.agents.environments.guess_number import GuessNumber
-from megarl.agents.template import QUICK, ChatTemplate
+from megarl.agents.template import QUICK
 from megarl.core.types import Sample, Status
+from megarl.data.spelled import Spelled
 from megarl.rollout.seeds import request_seed
 from megarl.serving.call_parser import Parsed, ParsedCall
 from megarl.serving.sampling import Sampling
@@ -104,13 +105,13 @@ def test_a_budget_that_runs_out_truncates_the_episode(
 
 
 def test_what_is_far_too_long_is_refused_without_being_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = ChatTemplate._encode
+    encode = Spelled.encode
 
-    def short_ones(self: ChatTemplate, text: str) -> Any:
+    def short_ones(self: Spelled, text: str) -> Any:
         assert len(text) < QUICK
         return encode(self, text)
 
-    monkeypatch.setattr(ChatTemplate, "_encode", short_ones)
+    monkeypatch.setattr(Spelled, "encode", short_ones)
     long: Any = {"role": "user", "content": "a" * (QUICK + 1)}
 
     async def babbles(client: AsyncOpenAI, row: EpisodeRow) -> float:
