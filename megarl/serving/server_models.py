@@ -13,9 +13,11 @@ from typing import Any
 
 VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"  # SGLang's own: modules of sglang.srt.models that are not imported
 ENTRY = re.compile(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|[^\n]+)", re.MULTILINE)  # what a module registers
-# Of configs as transformers 5 writes them (SGLang 0.5.21, models/deepseek_v2.py): experts in each layer behind the dense ones.
+# Of configs as transformers 5 writes them (SGLang 0.5.21, models/deepseek_v2.py): experts in each layer behind the dense ones;
+# and (models/gpt_oss.py) the limit that transformers has in its code.
 MISSING: dict[str, dict[str, object]] = {
-    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "GptOssForCausalLM": {"swiglu_limit": 7.0},
 }
 # Of whose rotated share of a head SGLang reads the key at the top alone (models/llama.py), and transformers another first.
 ROTATED, SHARE = "Phi3ForCausalLM", "partial_rotary_factor"

@@ -85,7 +85,8 @@ class SinkAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc), k, v)
         keys, values = pool.get_key_buffer(number), pool.get_value_buffer(number)
         # SGLang counts the tokens before one's own.
-        window = layer.sliding_window_size + 1 if (layer.sliding_window_size or -1) >= 0 else None
+        before = layer.sliding_window_size
+        window = before + 1 if before is not None and before >= 0 else None
         parts = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).split(new)
         requests = zip(parts, rows, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=True)
         outputs = []

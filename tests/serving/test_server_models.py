@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import DeepseekV3Config
+from transformers import DeepseekV3Config, GptOssConfig
 
 from megarl.models.families import FAMILIES
 from megarl.serving import server_models
@@ -82,6 +82,11 @@ def test_dense_layers_that_transformers_names_are_counted_for_sglang(
 def test_sglang_is_told_which_share_of_a_head_transformers_rotates(tmp_path: Path, keys: Any, told: Any) -> None:
     found = missing_settings(folder(tmp_path, architectures=["Phi3ForCausalLM"], **keys))
     assert found == (told if told == {} else {"partial_rotary_factor": told})
+
+
+def test_sglang_is_told_the_limit_that_transformers_has_in_its_code(tmp_path: Path) -> None:
+    assert not hasattr(GptOssConfig(), "swiglu_limit")
+    assert missing_settings(folder(tmp_path, architectures=["GptOssForCausalLM"])) == {"swiglu_limit": 7.0}
 
 
 def test_what_sglang_wants_of_a_config_and_transformers_does_not_write_is_added(tmp_path: Path) -> None:

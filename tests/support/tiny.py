@@ -102,7 +102,6 @@ OWN: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "sliding_window": 8,
         "rms_norm_eps": 1e-5,
-        "swiglu_limit": 7.0,
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 150000.0,
