@@ -16,7 +16,7 @@ from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
 from megarl.models.hf_fp8 import FP8, SCALE_DTYPES, scale_name
 from megarl.models.hf_header import BITS, read_header
-from megarl.models.hf_mxfp4 import STORED, blocks_name, blocks_shape, scales_name
+from megarl.models.hf_mxfp4 import GROUP, STORED, blocks_name, blocks_shape, scales_name
 
 SHOWN = 5
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -237,6 +237,8 @@ def _with_packed(index: dict[str, TensorInfo], expected: dict[str, tuple[int, ..
 
 def _unpackable(name: str, packed: Packed, shape: tuple[int, ...]) -> list[str]:
     """What stands against reading an MXFP4 tensor."""
+    if shape[1] % GROUP:
+        return [f"{name}: rows of {shape[1]} numbers, and MXFP4 has one power of two for each {GROUP} of them"]
     wanted = blocks_shape(shape)
     pairs = {blocks_name(name): (packed.blocks, wanted), scales_name(name): (packed.scales, wanted[:-1])}
     return [

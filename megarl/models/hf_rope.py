@@ -47,7 +47,7 @@ def read_rope(
     where no key says. Raises UserError.
     """
     part = _described(fields)
-    if unsaid is not None and not part.raw:
+    if unsaid is not None and all(fields.get(key) is None for key in ("rope_scaling", "rope_parameters")):
         part = Fields(unsaid, fields.path)
     rope = _rope(fields, part, fields.get("rope_theta", default_theta), partial=partial, longrope=longrope)
     if partial and rope.kind == "yarn":  # whose factor would be that of the rotated part alone

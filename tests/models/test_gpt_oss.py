@@ -95,3 +95,8 @@ def test_experts_with_biases_are_not_cut() -> None:
     assert layout_problems(config, Layout(tp=2, pp=2, ep=4, cp=2, sequence_parallel=True, world_size=8)) == []
     [problem] = layout_problems(config, Layout(tp=2, etp=2, sequence_parallel=True, world_size=2))
     assert "etp 2 is not for experts with biases" in problem
+
+
+def test_rope_that_says_nothing_is_not_scaled() -> None:
+    """As transformers has an object that is there and empty."""
+    assert parse(OSS, rope_scaling="absent", rope_parameters={}).rope == Rope(150000.0)

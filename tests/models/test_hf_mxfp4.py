@@ -148,3 +148,12 @@ def test_a_config_that_says_quantised_of_experts_that_are_not(tmp_path: Path) ->
     (other / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="quantization_config is"):
         load_model_config(other)
+
+
+def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
+    folder = quantised(write_tiny_model(tmp_path / "model", "gpt_oss", intermediate_size=80, num_hidden_layers=1))
+    read = load_model_config(folder)
+    with pytest.raises(
+        UserError, match=r"experts\.down_proj: rows of 80 numbers, and MXFP4 has one power of two for each 32"
+    ):
+        check_weights(expected_tensors(read), folder, read)
