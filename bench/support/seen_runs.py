@@ -214,11 +214,9 @@ def peers_trl(result: Result) -> str:
     found = [", ".join(map(rates, result["steps"]["forms"]))]
     over = ", ".join(f"{form} {ratio:.2f}" for form, ratio in result["steps"]["ratios"].items())
     found.append(f"over TRL's fastest of the same dtype: {over}")
-    for form, one in result.get("quickstart", {}).items():
-        found.append(
-            f"quickstart to 0.9, {form}: {one['seconds']:.0f} s after {one['start_s']:.0f} s of start, "
-            f"{one['tokens']:,} tokens"
-        )
+    for form, some in result.get("quickstart", {}).items():
+        seconds, start_s = (span((one[key] for one in some), ".1f") for key in ("seconds", "start_s"))
+        found.append(f"quickstart to 0.9, {form}: {seconds} s after {start_s} s of start")
     loads = [one["load"] for some in result["steps"]["forms"].values() for one in some]
     return f"tokens/s of whole steps: {'; '.join(found)}. Load after each run {span(loads, '.1f')}"
 

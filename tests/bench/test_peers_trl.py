@@ -24,12 +24,19 @@ def test_the_fastest_form_of_the_same_dtype_counts():
 
 
 @pytest.mark.parametrize(
-    ("start_s", "seconds", "accuracy", "wanted"),
-    [(5, 8, 0.95, True), (20, 8, 0.95, False), (1, 11, 0.95, False), (5, 8, 0.85, False)],
+    ("start_s", "seconds", "accuracy", "apart", "whole"),
+    [
+        (5, 8, 0.95, True, True),
+        (20, 8, 0.95, True, False),
+        (1, 11, 0.95, False, True),
+        (5, 8, 0.85, False, False),
+    ],
 )
-def test_no_slower_with_the_start_and_without(start_s, seconds, accuracy, wanted):
+def test_no_slower_with_the_start_and_without_by_the_medians_of_turns(start_s, seconds, accuracy, apart, whole):
     mine = {"start_s": start_s, "seconds": seconds, "accuracy": {0: 0.0, 5: accuracy}}
-    assert no_slower({"megarl": mine, "TRL": {"start_s": 4, "seconds": 10, "accuracy": {5: 1.0}}}) is wanted
+    slow, other = mine | {"start_s": 100, "seconds": 100}, {"start_s": 4, "seconds": 10, "accuracy": {5: 1.0}}
+    found = {"megarl": [mine, slow, mine], "TRL": [other, other, other | {"start_s": 0, "seconds": 1}]}
+    assert no_slower(found) == {"apart": apart, "with the start": whole}
 
 
 def test_the_model_ends_a_response_with_the_same_chance_everywhere(tmp_path):
