@@ -106,7 +106,7 @@ test-fast: bubblewrap $(INSTALLED) ## The tests that start no servers; 5 minutes
 lint: $(INSTALLED) ## Formatting, linter, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 format: $(INSTALLED) ## Format the code, and mend what the linter can
 	$(BIN)/ruff format .

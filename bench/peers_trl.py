@@ -267,7 +267,9 @@ def no_slower(found: dict[str, list[dict[str, Any]]]) -> dict[str, bool]:
     """Whether megarl gets there each time, and needs no more seconds than TRL: start apart, and with it; medians of turns."""
     mine, other = middle(found["megarl"]), middle(found["TRL"])
     there = all(max(one["accuracy"].values()) >= ENOUGH for one in found["megarl"])
-    return {name: there and mine[key] <= other[key] for name, key in (("apart", "seconds"), ("with the start", "whole_s"))}
+    return {
+        name: there and mine[key] <= other[key] for name, key in (("apart", "seconds"), ("with the start", "whole_s"))
+    }
 
 
 def show(result: dict[str, Any]) -> None:

@@ -75,7 +75,6 @@ def planned(config: ModelConfig, cell: Cell, recompute: Recompute, platform: Pla
     """What the planner says that the role holds."""
     kernels = Kernels(
         fused=cell.fused,
-        fused_norms=platform.has_device_memory,
         chunk_elements=platform.chunk_elements,
         sums_in_copies=platform.backend == "gloo",
     )

@@ -101,13 +101,14 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         # Split, not sliced: the gradient of each slice would be a whole tensor of zeros around it.
         queries = torch.split(query, sizes)
         keys, values = (torch.split(tensor.unflatten(0, (cp, total)), sizes, dim=1) for tensor in (key, value))
-        outputs = [
-            self._sequence(q, k.flatten(0, 1), v.flatten(0, 1))
-            for q, k, v in zip(queries[:-1], keys, values, strict=False)
-            if len(q)
-        ]
+        outputs = [query.new_empty(0)] * len(lengths)
+        for same in _equal(lengths):  # at once: answers to one prompt are often equally long, and kernels dear to start
+            q = torch.cat([queries[index] for index in same], 1)
+            k, v = (torch.cat([pieces[index].flatten(0, 1) for index in same], 1) for pieces in (keys, values))
+            for index, output in zip(same, self._sequence(q, k, v).split(1, 1), strict=True):
+                outputs[index] = output
         behind = queries[-1].new_zeros(*queries[-1].shape[:-1], value.shape[-1])
-        return torch.cat([*outputs, behind])
+        return torch.cat([*(output for output, length in zip(outputs, lengths, strict=True) if length), behind])
 
     def _sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One causal sequence. query: [s, b, heads, d]; key, value: [cp * s, b, kv heads, ..], rank by rank."""
@@ -129,6 +130,15 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             return _windowed(query, key, value, first, self._scale, self._window, self.softmax_offset)
         mask = None if first == 0 else _mask(len(query), len(key), first, None, query.device)
         return _sdpa(query, key, value, self._scale, mask, self.softmax_offset)
+
+
+def _equal(lengths: list[int]) -> list[list[int]]:
+    """The places of sequences that are equally long, of those that are not empty."""
+    found: dict[int, list[int]] = {}
+    for place, length in enumerate(lengths):
+        if length:
+            found.setdefault(length, []).append(place)
+    return list(found.values())
 
 
 def _chunk_order(cp: int) -> list[int]:

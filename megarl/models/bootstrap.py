@@ -22,10 +22,11 @@ def prepare_megatron(platform: Platform) -> None:
     if not platform.has_apex:
         _hide("apex", "amp_C")
     if platform.adapts_megatron:
-        from megarl.models import cpu_matmul, megatron_cpu
+        from megarl.models import cpu_matmul, cpu_norm, megatron_cpu
 
         megatron_cpu.install()
         cpu_matmul.install()
+        cpu_norm.install()
     if platform.has_device_memory:
         # From cuDNN 9.15 on torch takes its attention first, which makes a plan for each shape that it meets. Sequences have any
         # length: nearly every one would wait for three plans. Flash attention has none.

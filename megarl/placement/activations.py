@@ -1,10 +1,10 @@
 """What one layer holds of a micro-batch on one rank: for its backward pass, at that pass's fullest moment, and without gradients.
 
 Counted from the modules that the engine builds (models/layer_spec.py, megatron-core): the tensors that autograd saves, each
-once. Two sets of kernels differ. Fused ones (Transformer Engine) keep a norm's input and output, the gate's input, and queries,
-keys, values, output and log-sums of the attention core. Plain torch keeps the steps between as well: normalised values in
-float32, both halves of the gate, cosines and sines, and copies of queries, keys and values padded to one width
-(models/attention.py). bench/memory_predicted.py holds the sums against the engine.
+once. A norm keeps its input and output. Two sets of kernels differ. Fused ones (Transformer Engine) keep the gate's input, and
+queries, keys, values, output and log-sums of the attention core. Plain torch keeps the steps between as well: both halves of
+the gate, cosines and sines, and copies of queries, keys and values padded to one width (models/attention.py).
+bench/memory_predicted.py holds the sums against the engine.
 """
 
 from __future__ import annotations
@@ -67,11 +67,6 @@ class Counting:
         return self.kernels.fused and not (config.sandwich_norms or config.local_rope or config.sinks or wide)
 
     @property
-    def fused_norms(self) -> bool:
-        """Whether a norm keeps its input as it is, and no copies of it in float32."""
-        return self.fused or self.kernels.fused_norms
-
-    @property
     def tokens(self) -> Any:
         """[N] tokens of a micro-batch on one rank."""
         return self.choice.micro_tokens / self.choice.cp
@@ -92,8 +87,8 @@ class Counting:
 
     def norm(self, width: float, *, output: bool, of: Any = None) -> Any:
         """[N] bytes kept by a norm over so many numbers. output: whether what follows keeps it. of: ranks that share it."""
-        own = width * self.each if self.fused_norms else FLOAT * width * (2 if self.lora is None else 1)
-        return self.tokens * (own + FLOAT + output * width * self.each) / (self.between if of is None else of)
+        kept = FLOAT if self.config.norm_offset else self.each  # Gemma's are of float32
+        return self.tokens * (width * (kept + output * self.each) + FLOAT) / (self.between if of is None else of)
 
     @cached_property
     def dense(self) -> Layer:

@@ -18,14 +18,13 @@ TERA = 1e12
 class Kernels:
     """What a training step's memory depends on beside the model: how its parts are cut.
 
-    fused: norms, gated activations, rotary positions and Adam are single kernels (Transformer Engine), so that nothing between
-    their input and output is held. fused_norms: norms are in any case, as torch's are on CUDA (since 2.9).
+    fused: gated activations, rotary positions and Adam are single kernels (Transformer Engine), so that nothing between their
+    input and output is held; norms are in any case, as torch's on CUDA (since 2.9) and models/cpu_norm.py.
     chunk_elements: float32 elements of a temporary over the vocabulary, as
     `Platform.chunk_elements`. sums_in_copies: whether gradients are reduced and scattered in a copy of them, as gloo does.
     """
 
     fused: bool = True
-    fused_norms: bool = True
     chunk_elements: int = 16 * 2**20
     sums_in_copies: bool = False
 
@@ -278,7 +277,7 @@ _CPU = Device(
     tile_rows=1,
     queues=False,
     offloads_to_host=False,
-    kernels=Kernels(fused=False, fused_norms=False, chunk_elements=2**20, sums_in_copies=True),
+    kernels=Kernels(fused=False, chunk_elements=2**20, sums_in_copies=True),
     source="one core of a desktop processor as a device, measured with this project; measure your own",
 )
 # What differs from another device in little.

@@ -143,9 +143,7 @@ def _training(counting: Counting, stage: Stage, role: Role, sizes: Sizes) -> tup
     if role.lora is not None:
         # The embedding is where gradients end: its output and their sum stay until the next micro-batch's.
         body = body + 2 * hidden * stage.embedding
-    # A pipeline's rank keeps what it sent, and, where norms copy it, what it received.
-    copied = not counting.fused_norms and counting.each < FLOAT
-    body = body + stage.alive * hidden * (choice.pp > 1) * (1 - stage.head + copied * (1 - stage.embedding))
+    body = body + stage.alive * hidden * (choice.pp > 1) * (1 - stage.head)  # a pipeline's rank keeps what it sent
     output = sizes.embedding / choice.tp * counting.each * (role.lora is None)
     # A tied matrix's gradient of the output waits for that of the embedding.
     tied = output * stage.head * stage.embedding * (sizes.tied and role.head)
@@ -154,16 +152,7 @@ def _training(counting: Counting, stage: Stage, role: Role, sizes: Sizes) -> tup
     chunks = 2 * _chunk(counting, columns)
     whole = counting.tokens * config.hidden_size * counting.each
     loss = np.maximum(chunks, stage.head * role.head * (whole + output))
-    # Torch's norm is differentiated in steps of float32; its last, beside what the norm itself no longer holds.
-    steps = (
-        0
-        if counting.fused_norms
-        else stage.head * counting.tokens * (5 * FLOAT * config.hidden_size) / counting.between
-    )
-    normed = body + np.maximum(
-        norm, steps + norm - counting.tokens * (FLOAT + counting.each) * config.hidden_size / counting.between
-    )
-    inside = np.maximum(body + layer, normed) + tied
+    inside = body + np.maximum(layer, norm) + tied
     # There both are summed into a third.
     ends = body * (stage.alive - 1) / stage.alive + whole + stage.embedding * output + 2 * tied
     inside = np.maximum(inside, ends)

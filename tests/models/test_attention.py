@@ -74,7 +74,7 @@ def test_a_sequence_is_the_formula(kv_heads: int) -> None:
     torch.testing.assert_close(ours[:, 0], by_hand(q, k, v))
 
 
-@pytest.mark.parametrize("lengths", [[11], [4, 1, 6], [3, 0, 5]])
+@pytest.mark.parametrize("lengths", [[11], [4, 1, 6], [3, 0, 5], [2, 5, 1, 2, 5, 2]])
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 30])
 @pytest.mark.parametrize("v_dim", [D, 5, 13])
 def test_packed_sequences_and_their_gradients_are_those_of_each_alone(

@@ -24,7 +24,7 @@ from tests.placement.samples import QWEN_7B, workload
 
 TOKENS = 8192
 ACTOR, FROZEN = Role(trained=True, head=True), Role(trained=False, head=True)
-TORCH = Kernels(fused=False, fused_norms=False)
+TORCH = Kernels(fused=False)
 PLAIN = replace(QWEN_7B, qk_norm=False)
 # Attention of a token in elements: queries, keys, values, output; beside them a log-sum in float32 for each head.
 HEADS = 28 * 128
@@ -60,18 +60,9 @@ def test_a_dense_layer_keeps_what_fused_kernels_save() -> None:
 
 def test_torch_keeps_the_steps_between() -> None:
     counting = Counting(PLAIN, one_layout(Layout(), TOKENS), 2, TORCH, TOKENS)
-    norm = 3584 * (4 + 4 + 2) + 4  # its input and the normalised values in float32
+    norm = 2 * 3584 * 2 + 4  # as fused ones
     attention = 2 * GROUPED + 28 * 4 + 2 * HEADS + 4 * 128 * 2  # sequences put together; cosines and sines
     assert counting.dense.kept[0] == TOKENS * (2 * norm + 5 * 18944 * 2 + attention)
-
-
-def test_a_norm_that_is_one_kernel_keeps_its_input_as_it_is() -> None:
-    """As torch's is on CUDA, where nothing else of the layer is fused without Transformer Engine."""
-    choice = one_layout(Layout(), TOKENS)
-    apart, one = (Counting(PLAIN, choice, 2, replace(TORCH, fused_norms=fused), TOKENS) for fused in (False, True))
-    # Of each of two norms: 2 bytes of an element's own in the place of twice 4 in float32.
-    assert apart.dense.kept[0] - one.dense.kept[0] == TOKENS * 2 * 3584 * (8 - 2)
-    assert held(kernels=replace(TORCH, fused_norms=True)).activations[0] < held(kernels=TORCH).activations[0]
 
 
 def test_recompute_keeps_the_layers_inputs_and_one_layer() -> None:
