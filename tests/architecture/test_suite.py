@@ -11,7 +11,7 @@ import pytest
 
 from tests.suite import MOST_AGAIN, main, num_workers
 from tests.support.cpu_seconds import Clock
-from tests.support.file_order import LONGEST, ONE_SERVER, place_of
+from tests.support.file_order import KEPT, LONGEST, ONE_SERVER, next_of, place_of
 
 ROOT = Path(__file__).parents[2]
 # Its child ends at once; the grandchild belongs to another by then, and is not counted as a child of this one.
@@ -55,6 +55,16 @@ def test_long_files_come_first_and_one_entry_together() -> None:
         f"{first}::e[x]",
     ]
     assert [test.partition("::")[2] for test in sorted(tests, key=place_of)] == ["e[x]", "c", "a", "d", "b"]
+
+
+def test_one_worker_computes_beside_those_that_wait() -> None:
+    short = [f"tests/rooms/test_{index}.py" for index in range(KEPT + 2)]
+    queue = [*LONGEST[3:5], *short]
+    assert next_of(queue, computes=False) == LONGEST[3]
+    assert next_of(queue, computes=True) == short[-1]
+    assert next_of(queue[:-1], computes=True) == short[-2]
+    assert next_of(queue[:-2], computes=True) == LONGEST[3]  # the rest is for the end
+    assert next_of(short[:1], computes=True) == short[0]
 
 
 def test_one_worker_more_than_cores_where_the_memory_suffices() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 # From the longest on; the last of a run is then a short one, and no worker waits long for another.
 LONGEST = (
     "tests/end_to_end/test_train.py",
@@ -51,6 +53,9 @@ LONGEST = (
 ONE_SERVER = ("tests/serving/test_server.py", "tests/serving/test_interrupted.py", "tests/sync/test_real_server.py")
 
 
+KEPT = 60  # of the entries that are not named: for the end, when every worker needs short ones
+
+
 def entry_of(nodeid: str) -> str:
     """The entry of the queue that a test belongs to."""
     file = nodeid.partition("::")[0]
@@ -61,3 +66,13 @@ def place_of(nodeid: str) -> int:
     """Where in the queue the test's entry is; all that are not named come last, in the order in which they were found."""
     entry = entry_of(nodeid)
     return LONGEST.index(entry) if entry in LONGEST else len(LONGEST)
+
+
+def next_of(queue: Sequence[str], computes: bool) -> str:
+    """Which entry a worker takes. The longest ones mostly wait: so that the cores have work, one worker computes beside them.
+
+    computes: whether it is that one. It takes entries that are not named, from the end, while more than KEPT wait.
+    """
+    if computes and len(queue) > KEPT and all(place_of(entry) == len(LONGEST) for entry in queue[-KEPT - 1 :]):
+        return queue[-1]
+    return queue[0]

@@ -14,7 +14,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 from tests.support.cpu_seconds import Clock
-from tests.support.file_order import LONGEST, entry_of, place_of
+from tests.support.file_order import LONGEST, entry_of, next_of, place_of
 
 SHOWN = 25  # files in the table of seconds
 CPU_S = "megarl_cpu_s"  # a report's attribute
@@ -26,6 +26,11 @@ class Queue(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return entry_of(nodeid)
+
+    def _assign_work_unit(self, node: Any) -> None:
+        computes = len(self.nodes) > 2 and node is self.nodes[-1]
+        self.workqueue.move_to_end(next_of(list(self.workqueue), computes), last=False)
+        super()._assign_work_unit(node)
 
     def _reschedule(self, node: Any) -> None:
         """Hand out the next entry no earlier than a worker needs it to begin its last test: xdist does so one test earlier."""
