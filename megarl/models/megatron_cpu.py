@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.core.errors import MegarlError
+from megarl.models import cpu_rope
 from megarl.models.megatron_torch_adam import check_version
 
 CPU = torch.device("cpu")
@@ -127,6 +128,7 @@ def install() -> None:
     _adapt_random_states()
     _adapt_buffers()
     _adapt_tensor()
+    cpu_rope.install(sys.modules["megatron.core.models.common.embeddings.rope_utils"])
 
 
 def _import_without_compiling() -> None:
