@@ -183,7 +183,7 @@ def _sdpa(
             mask = F.pad(mask, (1, 0), value=True)
     # The kernels that never hold [s, s] want values as wide as keys; zeros beside queries and keys change no product.
     width = max(q.shape[-1], v.shape[-1])
-    q, k, v = (F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (q, k, v))
+    q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
     output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
     return output[:, :, -len(query) :, : value.shape[-1]].permute(2, 0, 1, 3)
 

@@ -52,8 +52,9 @@ class _Normed(torch.autograd.Function):
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """As torch's own: see aten's `rms_norm_composite`."""
     wide = x if x.dtype == torch.float64 else x.float()
-    scale = wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
-    normed = wide * scale
+    squares = wide * wide
+    scale = squares.mean(-1, keepdim=True).add_(eps).rsqrt_()
+    normed = torch.mul(wide, scale, out=squares)  # memory that is there already
     if weight is not None:
         normed = normed.mul_(weight)
     return normed.to(x.dtype), scale

@@ -39,9 +39,23 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return turned
 
 
+class _Factors:
+    """Cosines and sines of angles; those of the last are kept, which every layer of a pass asks for, queries and keys."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, float, Tensor, Tensor] | None = None
+
+    def of(self, angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """In float32, times a scale."""
+        if self._last is None or self._last[1] != scale or not torch.equal(self._last[0], angles):
+            self._last = angles, scale, (angles.cos() * scale).float(), (angles.sin() * scale).float()
+        return self._last[2:]
+
+
 def install(rope_utils: ModuleType) -> None:
     """Put it in the place of Megatron's function in its module."""
     theirs: Callable[..., Tensor] = rope_utils._apply_rotary_pos_emb_bshd
+    factors = _Factors()
 
     def apply(
         t: Tensor,
@@ -53,9 +67,8 @@ def install(rope_utils: ModuleType) -> None:
         """t: [s, ..., dim], freqs: [s, ..., rotated] -> t with its first elements rotated."""
         if rotary_interleaved or multi_latent_attention or t.dtype != torch.float32:
             return theirs(t, freqs, rotary_interleaved, multi_latent_attention, mscale)
-        cos, sin = (torch.cos(freqs) * mscale).to(t.dtype), (torch.sin(freqs) * mscale).to(t.dtype)
         width = freqs.shape[-1]
-        turned: Tensor = _Rotated.apply(t[..., :width], cos, sin)  # type: ignore[no-untyped-call]
+        turned: Tensor = _Rotated.apply(t[..., :width], *factors.of(freqs, mscale))  # type: ignore[no-untyped-call]
         return turned if width == t.shape[-1] else torch.cat([turned, t[..., width:]], -1)
 
     rope_utils._apply_rotary_pos_emb_bshd = apply  # type: ignore[attr-defined]

@@ -52,6 +52,15 @@ def test_heads_and_gradients_are_the_formula_s(heads, rotated, mscale):
     torch.testing.assert_close(torch.autograd.grad(found, t, grad), torch.autograd.grad(wanted, t, grad.double()))
 
 
+def test_angles_that_change_are_noticed():
+    ours, _ = both()
+    t = torch.randn(5, 1, 2, 8)
+    for seed, scale in ((1, 1.0), (1, 1.0), (2, 1.0), (2, 0.7), (1, 0.7)):
+        freqs = torch.randn(5, 1, 1, 8, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(ours(t, freqs, mscale=scale), formula(t.double(), freqs.double(), scale).float())
+    torch.testing.assert_close(ours(t[:3], freqs[:3]), formula(t[:3].double(), freqs[:3].double(), 1.0).float())
+
+
 @pytest.mark.parametrize(
     ("dtype", "options"), [(torch.bfloat16, ()), (torch.float32, (True,)), (torch.float32, (False, True))]
 )
