@@ -49,10 +49,11 @@ class ChatTemplate:
         self._special = special_ids(tokenizer)
         self._spelled = Spelled(tokenizer)
         self._ended = self._after(self._text([ASKED, assistant(STAND_IN)], generation_prompt=False))
-        ids = self._encode_behind(self._ended).tolist()
-        at = next((at for at, token in enumerate(ids) if token in self._special), None)
-        # The turn's end; some templates, such as Llama 2's, put a space before it.
-        self._end = [] if at is None or self.shown(ids[:at]).strip() else ids[: at + 1]
+        end = self._end_of(self._ended)
+        # gpt-oss' end an earlier turn as they end the user's, and the last one by a token of its own.
+        earlier = self._end_of(self._after(self._text([ASKED, assistant(STAND_IN), ASKED], generation_prompt=False)))
+        ends_users = self._end_of(self._text([ASKED], generation_prompt=False).rpartition(ASKED["content"])[2])
+        self._ends = [end, *([earlier] if earlier == ends_users else [])] if end else []
 
     def prompt(self, messages: Sequence[Message]) -> tuple[TokenArray, str]:
         """The first messages up to where the policy's turn begins: ids [P], and their text. Raises TemplateRefusalError."""
@@ -85,10 +86,16 @@ class ChatTemplate:
         pieces = self.between(self.as_text(messages), calls).split(APART)
         ids = np.concatenate([self._encode_behind(piece) for piece in pieces])
         # The end is tokenised with the rest, and left out then: what comes after it may be tokenised by what stands before.
-        end = self._end or list(last)[-1:]
-        if self._special.intersection(last) and ids[: len(end)].tolist() == end:
-            return ids[len(end) :]
+        for end in self._ends or [list(last)[-1:]]:
+            if self._special.intersection(last) and ids[: len(end)].tolist() == end:
+                return ids[len(end) :]
         return ids
+
+    def _end_of(self, text: str) -> list[int]:
+        """The special token that a text begins with, or none; some templates, such as Llama 2's, put a space before it."""
+        ids = self._encode_behind(text).tolist()
+        at = next((at for at, token in enumerate(ids) if token in self._special), None)
+        return [] if at is None or self.shown(ids[:at]).strip() else ids[: at + 1]
 
     def rewritten(self) -> str:
         """How the template renders earlier turns otherwise than they were written; empty where it does not.

@@ -247,6 +247,7 @@ def apply_template(
 ) -> str:
     """As `render`, of messages that are no row's. tools: JSON schemas of functions that the model may call.
 
+    Without what some templates close a whole conversation with, such as Phi's: there is nothing like it where a model goes on.
     Raises TemplateRefusalError.
     """
     if DEVELOPER not in str(tokenizer.chat_template):  # OpenAI's newer name; Qwen's templates leave out what has it
@@ -269,7 +270,25 @@ def apply_template(
         raise TemplateRefusalError(
             f"the model's chat template refuses these messages ({error}); their roles are {roles}."
         ) from error
+    if not generation_prompt and str(text).endswith(closing := _closing(tokenizer, str(text))):
+        return str(text).removesuffix(closing)
     return str(text)
+
+
+def _closing(tokenizer: Tokenizer, text: str) -> str:
+    """The end token, where the template of a text that ends with it puts it behind a user's message as well; else empty."""
+    end = str(tokenizer.eos_token or "")
+    if not end or not text.endswith(end):
+        return ""
+    asked = [{"role": "user", "content": "1+1"}]
+    try:
+        closed, opened = (
+            str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=each))
+            for each in (False, True)
+        )
+    except Exception:  # a template that refuses a user's message alone closes no conversation that it would begin so
+        return ""
+    return "" if opened.startswith(closed) or not opened.startswith(closed.removesuffix(end)) else end
 
 
 def turn_mark(tokenizer: Tokenizer) -> str:

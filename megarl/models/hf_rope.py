@@ -47,7 +47,8 @@ def read_rope(
     where no key says. Raises UserError.
     """
     part = _described(fields)
-    if unsaid is not None and all(fields.get(key) is None for key in ("rope_scaling", "rope_parameters")):
+    # An empty rope_scaling says nothing to transformers, and an empty rope_parameters that nothing is scaled.
+    if unsaid is not None and not fields.get("rope_scaling") and fields.get("rope_parameters") is None:
         part = Fields(unsaid, fields.path)
     rope = _rope(fields, part, fields.get("rope_theta", default_theta), partial=partial, longrope=longrope)
     if partial and rope.kind == "yarn":  # whose factor would be that of the rotated part alone
@@ -63,8 +64,8 @@ def read_rotary_dim(fields: Fields, head_dim: int, default: float) -> int:
     share = part.get(SHARE, fields.raw.get(SHARE, default))
     if share is None:  # an answer here, unlike elsewhere
         raise UserError(
-            f"{fields.path}: {SHARE} is null, by which transformers turns whole heads and SGLang does not start. Write 1.0 in "
-            "its place, which says the same."
+            f"{fields.path}: {SHARE} is null, which neither transformers nor SGLang takes. Write the share of each head that is "
+            "rotated in its place: 1.0 is all of it."
         )
     share = Fields({SHARE: share}, fields.path).number(SHARE)
     width = int(min(share, 2.0) * head_dim)

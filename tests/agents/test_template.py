@@ -121,6 +121,22 @@ def test_white_space_before_the_end_of_a_turn_belongs_to_it() -> None:
     assert ChatTemplate(words).shown(ChatTemplate(words).following(HIGHER, ends_of("mistral"))).startswith(" done</s>")
 
 
+def test_a_last_turn_may_end_by_a_token_of_its_own() -> None:
+    """As gpt-oss': earlier turns end as the user's do, and a policy has learned to end each of its own by the last one's."""
+    harmony = """\
+{%- for m in messages %}
+{{- '<|start_header_id|>' + m.role + m.content }}
+{{- '<|eom_id|>' if loop.last and m.role == 'assistant' else '<|eot_id|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant' }}{% endif %}"""
+    template = ChatTemplate(make_tokenizer("llama3", template=harmony))
+    for last in ends_of("llama3"):
+        assert (
+            template.shown(template.following(HIGHER, [last]))
+            == "<|start_header_id|>userhigher<|eot_id|><|start_header_id|>assistant"
+        )
+    assert template.shown(template.following(HIGHER)).startswith("<|eot_id|><|start_header_id|>user")
+
+
 def test_the_next_message_s_mark_is_the_end_where_a_template_has_no_other() -> None:
     """As GLM-4.5's, whose policy ends its turn by the mark of the user or by that of a tool's result."""
     glm = """\

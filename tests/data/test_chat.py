@@ -11,7 +11,17 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.agents.template import ChatTemplate
 from megarl.core.errors import UserError
-from megarl.data.chat import apply_template, check_messages, encode, encode_behind, load_tokenizer, puts_blanks, render
+from megarl.data.chat import (
+    apply_template,
+    check_messages,
+    encode,
+    encode_behind,
+    load_tokenizer,
+    puts_blanks,
+    render,
+    turn_end,
+    turn_mark,
+)
 from megarl.data.rows import Row
 from tests.data.conftest import CHAT_TEMPLATE, make_tokenizer
 from tests.support.llama2 import llama2_tokenizer
@@ -182,6 +192,29 @@ def test_a_developer_is_the_system_where_the_template_does_not_know_one() -> Non
         tokenizer = make_tokenizer(chat_template=template)
         assert render(tokenizer, messages, ROW, generation_prompt=True) == f"{role}: a\nuser: b\n"
     assert messages[0]["role"] == "developer"
+
+
+def test_what_closes_a_whole_conversation_is_no_part_of_a_turn() -> None:
+    """Phi's templates write the end token behind the last message, whose own end is another."""
+    marks = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + m['content'] + '<|im_end|>' }}{% endfor %}"
+    tokenizer = make_tokenizer(
+        chat_template=marks
+        + "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% else %}{{ eos_token }}{% endif %}"
+    )
+    tokenizer.eos_token = "<s>"
+    asked = [{"role": "user", "content": "1+1"}]
+    talk = [*asked, {"role": "assistant", "content": "2"}]
+    whole = "<|im_start|>user1+1<|im_end|><|im_start|>assistant2<|im_end|>"
+    assert apply_template(tokenizer, talk, generation_prompt=False) == whole
+    assert turn_end(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert turn_mark(tokenizer) == "<|im_start|>assistant"
+    # Where it ends the assistant's turn it stays; so it does where each message ends by it.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] + (eos_token if m['role'] == 'assistant' else '') }}{% endfor %}"
+    )
+    assert apply_template(tokenizer, talk, generation_prompt=False) == "1+12<s>"
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
+    assert apply_template(tokenizer, talk, generation_prompt=False) == "1+1<s>2<s>"
 
 
 def test_a_role_that_nobody_knows_is_refused_and_one_that_the_template_names_is_not() -> None:

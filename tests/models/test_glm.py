@@ -152,7 +152,7 @@ def test_the_rotated_share_of_a_head_is_the_one_that_transformers_takes(keys: di
         (GLM4, {"mlp_bias": True}, ["mlp_bias=True"]),
         (GLM4, {"use_sliding_window": True}, ["use_sliding_window=True"]),
         (GLM4, {"partial_rotary_factor": 0.2}, ["partial_rotary_factor is 0.2", "an even number"]),
-        (GLM4, {"partial_rotary_factor": None}, ["partial_rotary_factor is null", "Write 1.0 in its place"]),
+        (GLM4, {"partial_rotary_factor": None}, ["partial_rotary_factor is null", "1.0 is all of it"]),
         (GLM4, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["'yarn'", "a part of each head"]),
         (GLM, {"n_group": "absent"}, ["lacks n_group"]),
         (GLM, {"mlp_bias": True}, ["mlp_bias=True"]),

@@ -98,5 +98,6 @@ def test_experts_with_biases_are_not_cut() -> None:
 
 
 def test_rope_that_says_nothing_is_not_scaled() -> None:
-    """As transformers has an object that is there and empty."""
+    """As transformers has an object that is there and empty; an empty `rope_scaling` it takes for none at all."""
     assert parse(OSS, rope_scaling="absent", rope_parameters={}).rope == Rope(150000.0)
+    assert parse(OSS, rope_scaling={}).rope == parse(OSS, rope_scaling="absent").rope != Rope(150000.0)
