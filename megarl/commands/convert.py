@@ -1,4 +1,4 @@
-"""`megarl convert`: weights between HF folders and checkpoints of any layout."""
+"""`megarl convert`: weights between HF folders and checkpoints of any layout; text parts of multimodal folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ app = typer.Typer(
     "of the model. A target appears whole or not at all. Every layout reads every checkpoint, so resharding is needed only "
     "to move one.\n\n"
     "[bold]hf-to-mcore[/bold] models/qwen ckpt/qwen --verify, [bold]mcore-to-hf[/bold] runs/x exported, "
-    "[bold]reshard[/bold] runs/x ckpt/x --tp 4, [bold]inspect[/bold] runs/x",
+    "[bold]reshard[/bold] runs/x ckpt/x --tp 4, [bold]inspect[/bold] runs/x, "
+    "[bold]text-part[/bold] models/vl models/text, [bold]into-multimodal[/bold] runs/x/hf models/vl models/trained",
     no_args_is_help=True,
 )
 
@@ -163,6 +164,43 @@ def reshard(
     """
     layout = _axes(tp, pp, cp, ep, etp, vpp, sequence_parallel, first_stage_layers, last_stage_layers)
     _convert("reshard", src, dst, layout, None, (verify, force, timeout), as_json)
+
+
+Multimodal = Annotated[
+    Path, typer.Argument(metavar="MULTIMODAL", help="HF folder, or its name on the hub.", show_default=False)
+]
+
+
+@app.command(name="text-part")
+def text_part(src: Multimodal, dst: Target, force: Force = False, as_json: Json = False) -> None:
+    """Write the text part of a multimodal model (Gemma 3, Mistral Small 3.1, Qwen2.5-VL, ...) as an HF folder, to train it.
+
+    Example: megarl convert text-part google/gemma-3-4b-it models/gemma-3-4b-text
+    """
+    with Scratch.open():
+        from megarl.convert.commands import run_text_part
+
+        run_text_part(src, dst, force=force, as_json=as_json)
+
+
+@app.command(name="into-multimodal")
+def into_multimodal(
+    text: Annotated[
+        Path, typer.Argument(metavar="TEXT", help="HF folder of the text part, trained.", show_default=False)
+    ],
+    src: Multimodal,
+    dst: Target,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write a multimodal model again, with the weights of a text folder in the place of its text part's.
+
+    Example: megarl convert into-multimodal runs/x/hf google/gemma-3-4b-it models/gemma-3-4b-trained
+    """
+    with Scratch.open():
+        from megarl.convert.commands import run_into_multimodal
+
+        run_into_multimodal(text, src, dst, force=force, as_json=as_json)
 
 
 @app.command(name="inspect")

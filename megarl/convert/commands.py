@@ -11,6 +11,7 @@ from rich.table import Table
 from megarl.convert.convert import Outcome, Settings, hf_to_mcore, make_layout, mcore_to_hf, outcome_json, reshard
 from megarl.convert.inspection import inspect, render
 from megarl.convert.job import Operation
+from megarl.convert.text_part import check_multimodal, into_multimodal, text_part
 from megarl.core.errors import UserError
 from megarl.hub.recipe import local_model
 from megarl.models.hf_dtypes import ModelDtype
@@ -45,6 +46,27 @@ def run_convert(
     else:
         _print(outcome, settings, Console(markup=False))
     return 1 if outcome.differences else 0
+
+
+def run_text_part(source: Path, target: Path, *, force: bool, as_json: bool) -> None:
+    """Write a multimodal folder's text part, which SRC may also name on the hub."""
+    console = Console(stderr=True, markup=False)
+    source = local_model(source, "SRC", check_multimodal, console.print)
+    _show(text_part(source, target, force=force, console=console), as_json=as_json)
+
+
+def run_into_multimodal(text: Path, source: Path, target: Path, *, force: bool, as_json: bool) -> None:
+    """Write a multimodal folder again, with the weights of a text folder."""
+    console = Console(stderr=True, markup=False)
+    source = local_model(source, "MULTIMODAL", check_multimodal, console.print)
+    _show(into_multimodal(text, source, target, force=force, console=console), as_json=as_json)
+
+
+def _show(outcome: Outcome, *, as_json: bool) -> None:
+    if as_json:
+        print(outcome_json(outcome))
+    else:
+        _print(outcome, Settings(), Console(markup=False))
 
 
 def _print(outcome: Outcome, settings: Settings, out: Console) -> None:

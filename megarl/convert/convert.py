@@ -17,7 +17,7 @@ from megarl.convert.processes import folder_bytes, run_ranks
 from megarl.convert.progress import ConversionProgress
 from megarl.convert.sizes import weight_bytes
 from megarl.convert.source import Source, require
-from megarl.convert.target import check_target, followed, open_target
+from megarl.convert.target import apart, check_target, followed, open_target
 from megarl.core.errors import MegarlError, UserError, naming
 from megarl.core.layout import Layout
 from megarl.core.ports import kept_port
@@ -117,9 +117,7 @@ def _convert(
     console: Console,
 ) -> Outcome:
     target = followed(target)
-    for each in (source.folder.resolve(), source.hf.resolve()):
-        if each == target or target in each.parents:
-            raise UserError(f"{target} {'is' if each == target else 'holds'} the source, {each}. Name another folder.")
+    apart(target, source.folder, source.hf)
     check_target(target, num_bytes, force=settings.force)
     verified: list[Message] = []
     with open_target(target) as output, kept_port("127.0.0.1") as meet:

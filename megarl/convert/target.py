@@ -47,6 +47,13 @@ def followed(path: Path) -> Path:
         raise UserError(f"{path} is a link that leads in a circle. Name another folder.") from error
 
 
+def apart(target: Path, *sources: Path) -> None:
+    """Raise UserError where a target, as `followed` gives it, is one of the folders that are read, or has it within."""
+    for each in (source.resolve() for source in sources):
+        if each == target or target in each.parents:
+            raise UserError(f"{target} {'is' if each == target else 'holds'} the source, {each}. Name another folder.")
+
+
 def check_target(path: Path, needed_bytes: int, *, force: bool) -> None:
     """Raise UserError, before anything is done, where a target exists, or has no room or no folder to lie in."""
     if path.exists() and not force:

@@ -21,6 +21,7 @@ from megarl.models.hf_files import some
 from megarl.models.hf_fp8 import read_fp8_block
 from megarl.models.hf_mxfp4 import is_mxfp4
 from megarl.models.hf_rope import read_ropes, read_rotary_dim
+from megarl.models.multimodal import unsupported
 
 _REQUIRED = (
     "num_hidden_layers",
@@ -60,10 +61,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     heads_of = {_SCORED.get(name, name.replace(SCORE_MODEL, LANGUAGE_MODEL)): name for name in architectures}
     architecture = next((name for name in heads_of if name in FAMILIES), None)
     if architecture is None:
-        raise UserError(
-            f"{path}: architecture {', '.join(map(shown, architectures)) or 'missing'} is not supported. "
-            f"Supported: {', '.join(FAMILIES)}."
-        )
+        raise unsupported(architectures, path)
     family = FAMILIES[architecture]
     _check_model_type(fields, family, architecture)
     _check_present(fields, family, architecture)

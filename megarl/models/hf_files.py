@@ -141,7 +141,13 @@ def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: Mo
     expected: HF name -> shape. Raises UserError, with names and shapes, when they are not. What megarl has no use for is
     no mistake: see `_unused`.
     """
-    index = read_index(folder)
+    return check_index(expected, read_index(folder), folder, config)
+
+
+def check_index(
+    expected: dict[str, tuple[int, ...]], index: dict[str, TensorInfo], folder: Path, config: ModelConfig
+) -> dict[str, TensorInfo]:
+    """The same of an index that was read: its names are those of a folder of this config."""
     index = _with_packed(index, expected) if config.mxfp4 else index
     problems: defaultdict[str, list[str]] = defaultdict(list)
     problems["missing"] = sorted(set(expected) - set(index))
@@ -168,7 +174,7 @@ def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: Mo
             f"The weights in {folder} do not match its config.json. {said}. "
             "The folder mixes two models, or an export was cut short: export it again."
         )
-    if config.tied_embeddings and HEAD in index and not _are_same(index[HEAD], index[EMBEDDING]):
+    if config.tied_embeddings and HEAD in index and not are_same(index[HEAD], index[EMBEDDING]):
         raise untied(folder)
     return index | found
 
@@ -182,7 +188,7 @@ def untied(folder: Path) -> UserError:
     )
 
 
-def _are_same(one: TensorInfo, other: TensorInfo) -> bool:
+def are_same(one: TensorInfo, other: TensorInfo) -> bool:
     """Whether two tensors have the same shape, dtype and bytes; no more than a block of each is held."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False

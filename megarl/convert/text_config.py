@@ -1,0 +1,68 @@
+"""The config.json of a multimodal model's text part, as transformers understands the whole. Imports transformers, when called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.models.families import FAMILIES
+from megarl.models.hf_fields import Fields, shown
+from megarl.models.hf_fp8 import QUANTIZATION
+from megarl.models.multimodal import read_multimodal
+
+REASON_CHARACTERS = 300
+# Of RoPE on several axes: one position a token, as a text has it, is the same on each.
+_AXES = ("mrope_section", "mrope_interleaved")
+
+
+def text_config(fields: Fields) -> dict[str, Any]:
+    """The config of the text part as a model of its own: every key of its family, with transformers' defaults written out.
+
+    fields: the multimodal config.json. `tie_word_embeddings` is the whole model's, and so are the tokens that begin and end a
+    text, where it names them. Raises UserError where it is no such model, or quantised, or transformers does not read it.
+    """
+    multimodal = read_multimodal(fields)
+    if fields.get(QUANTIZATION) is not None or fields.part("text_config").get(QUANTIZATION) is not None:
+        raise UserError(
+            f"{fields.path} has a {QUANTIZATION}, and text parts are taken of unquantised models alone. Take the model as it "
+            "was before it was quantised."
+        )
+    try:
+        from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+        whole = CONFIG_MAPPING[multimodal.model_type].from_dict(dict(fields.raw))
+        part: Mapping[str, Any] = whole.text_config.to_dict()
+        kind = multimodal.text_types.get(part["model_type"], part["model_type"])
+        if kind != part["model_type"]:
+            part = CONFIG_MAPPING[kind](**{key: part[key] for key in part if key != "model_type"}).to_dict()
+        common = PreTrainedConfig().to_dict()
+    except Exception as error:  # which ones its checks raise, no documentation says
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON_CHARACTERS]
+        raise UserError(
+            f"{fields.path}: transformers cannot read this config ({reason}). Export the model again."
+        ) from error
+    architecture = next((name for name, family in FAMILIES.items() if kind in family.model_types), None)
+    if architecture is None:
+        raise UserError(
+            f"{fields.path}: the text part has model_type {shown(kind)}, which is no family that megarl trains. Its families "
+            f"are: {', '.join(FAMILIES)}."
+        )
+    said = {key: value for key, value in part.items() if key not in common and not key.startswith("_")}
+    ends = {key: fields.raw[key] for key in ("bos_token_id", "eos_token_id") if fields.get(key) is not None}
+    dtype = whole.dtype or whole.text_config.dtype
+    return {
+        "architectures": [architecture],
+        "model_type": kind,
+        **said,
+        **ends,
+        **({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}),
+        **({"rope_parameters": _one_axis(said["rope_parameters"])} if said.get("rope_parameters") else {}),
+        "tie_word_embeddings": bool(whole.tie_word_embeddings),
+    }
+
+
+def _one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a text: without axes, and of the kind that transformers took it for (`type` is the older key)."""
+    dropped = (*_AXES, "type") if "rope_type" in rope else _AXES
+    return {key: value for key, value in rope.items() if key not in dropped}

@@ -1,0 +1,248 @@
+"""The text part of a multimodal HF folder as a folder of its own, and back: tensors are copied, never computed. Without torch.
+
+Both check everything from headers and configs before they write, and copy a piece at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megarl.convert.convert import Outcome
+from megarl.convert.job import Message
+from megarl.convert.processes import folder_bytes
+from megarl.convert.progress import ConversionProgress
+from megarl.convert.target import Target, apart, check_target, followed, open_target
+from megarl.convert.tensor_copy import Wrote, write_replaced, write_tensors
+from megarl.convert.text_config import text_config
+from megarl.core.errors import UserError
+from megarl.core.json_file import read_object
+from megarl.models.config import ModelConfig
+from megarl.models.hf_beside import TEMPLATES, TOKENIZER_CONFIG, copy_beside
+from megarl.models.hf_config import load_model_config, parse_model_config
+from megarl.models.hf_fields import Fields, shown
+from megarl.models.hf_files import (
+    EMBEDDING,
+    HEAD,
+    INDEX,
+    SINGLE,
+    TensorInfo,
+    are_same,
+    check_index,
+    check_weights,
+    read_index,
+    some,
+    weight_files,
+)
+from megarl.models.hf_header import BITS
+from megarl.models.multimodal import read_multimodal
+from megarl.models.rules import expected_tensors
+
+CONFIG = "config.json"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Weights in other forms, which stay as they were trained before, and code of strangers.
+LEFT = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".py")
+# What says nothing of the weights: the end of responses, and what pads.
+BESIDE = ("eos_token_ids", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A multimodal folder, checked, and what its text part is as a folder of its own.
+
+    raw: that folder's config.json; text: the same, read. names: its tensors -> what they are called here. index: its tensors.
+    """
+
+    folder: Path
+    raw: dict[str, Any]
+    text: ModelConfig
+    names: Mapping[str, str]
+    index: Mapping[str, TensorInfo]
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """Of the weights."""
+        return weight_files(self.folder)
+
+
+def check_multimodal(folder: Path) -> ModelConfig:
+    """The text part of a folder that may have no weights yet. Raises UserError where megarl does not train it."""
+    return _read_config(folder)[1]
+
+
+def text_part(source: Path, target: Path, *, force: bool, console: Console) -> Outcome:
+    """Write the text part of a multimodal folder as an HF folder: its config, its tensors, the tokenizer and what lies beside.
+
+    Raises UserError, and leaves nothing half-written, for a folder that is no such model or not whole, and for a full disk.
+    """
+    whole = _read_whole(source)
+    sizes = {name: _num_bytes(info) for name, info in whole.index.items()}
+    with _writing("text-part", target, sum(sizes.values()), (source,), force, console) as (output, wrote):
+        by_file = [{name: info for name, info in whole.index.items() if info.file == file} for file in whole.files]
+        parts = [part for part in by_file if part]
+        files = [SINGLE] if len(parts) == 1 else [_shard(i, len(parts)) for i in range(len(parts))]
+        for file, part in zip(files, parts, strict=True):
+            write_tensors(output.content / file, part, sizes, wrote)
+        if len(parts) > 1:
+            weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+            said = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+            (output.content / INDEX).write_text(json.dumps(said, indent=1))
+        (output.content / CONFIG).write_text(json.dumps(whole.raw, indent=2) + "\n")
+        copy_beside(source, output.content)
+        _template_as_text(output.content)
+        written = folder_bytes(output.content)
+        output.commit()
+    return Outcome(followed(target), written, 0, ())
+
+
+def into_multimodal(text: Path, source: Path, target: Path, *, force: bool, console: Console) -> Outcome:
+    """Write a multimodal folder again with the weights of a text folder in the place of its own; the rest stays, to the byte.
+
+    Raises UserError, and leaves nothing half-written, where the two are not one model's, or a folder is not whole, and for a
+    full disk.
+    """
+    whole = _read_whole(source)
+    replaced = _replacements(text, whole)
+    num_bytes = sum(file.stat().st_size for file in whole.files)
+    with _writing("into-multimodal", target, num_bytes, (text, source), force, console) as (output, wrote):
+        for file in whole.files:
+            place = output.content / file.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_replaced(file, place, replaced, wrote)
+        for path in sorted([*source.iterdir(), *(source / TEMPLATES).glob("*.jinja")]):
+            if path.is_file() and _is_kept(path):
+                place = output.content / path.relative_to(source)
+                place.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, place)
+        written = folder_bytes(output.content)
+        output.commit()
+    return Outcome(followed(target), written, 0, ())
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {what}. Name the HF folder of a multimodal model.")
+    path = folder / CONFIG
+    raw = text_config(Fields(read_object(path, "Export the model again."), path))
+    return raw, parse_model_config(raw, path)
+
+
+def _read_whole(folder: Path) -> Whole:
+    raw, config = _read_config(folder)
+    multimodal = read_multimodal(Fields(read_object(folder / CONFIG, "Export the model again."), folder / CONFIG))
+    index = read_index(folder)
+    names, twice = dict[str, str](), []
+    for name in index:
+        text = multimodal.text_name(name)
+        if text is not None and text in names:
+            twice.append(f"{names[text]} and {name}")
+        elif text is not None:
+            names[text] = name
+    if twice:
+        raise UserError(
+            f"The weights in {folder} hold tensors of the text part twice, by an older and a newer name: {some(twice)}. "
+            "Copy or export the model again."
+        )
+    ours = {text: index[name] for text, name in names.items()}
+    if config.tied_embeddings and {HEAD, EMBEDDING} <= ours.keys() and not are_same(ours[HEAD], ours[EMBEDDING]):
+        # The configs of Mistral 3 tie by default what their weights have apart; transformers goes by the weights.
+        raw, config = {**raw, "tie_word_embeddings": False}, replace(config, tied_embeddings=False)
+    return Whole(folder, raw, config, names, check_index(expected_tensors(config), ours, folder, config))
+
+
+def _replacements(text: Path, whole: Whole) -> dict[str, TensorInfo]:
+    """The multimodal folder's tensor -> what takes its place. Raises UserError where they are not one model's."""
+    config = load_model_config(text)
+    ours, theirs = asdict(whole.text), asdict(config)
+    others = [key for key in ours if ours[key] != theirs[key] and key not in BESIDE]
+    if others:
+        said = some([f"{key} {shown(theirs[key])} and {shown(ours[key])}" for key in others])
+        raise UserError(
+            f"{text} is not the text part of {whole.folder}: they differ in {said}. Name the folder that its text part was "
+            "trained to, or the multimodal folder that it was taken from."
+        )
+    index = check_weights(expected_tensors(config), text, config)
+    found = {name: index[name] for name in expected_tensors(config)}
+    if HEAD in whole.names and HEAD not in found:
+        found[HEAD] = index[EMBEDDING]  # a stored copy of a tied head
+    wrong = [
+        f"{name} is {info.dtype} and {whole.index[name].dtype}"
+        for name, info in found.items()
+        if info.dtype != whole.index[name].dtype
+    ]
+    if wrong:
+        raise UserError(
+            f"Tensors of {text} and {whole.folder} are not of one dtype: {some(wrong)}. Write {text} in the other's first: "
+            "`megarl convert hf-to-mcore`, and `megarl convert mcore-to-hf --dtype`."
+        )
+    return {whole.names[name]: info for name, info in found.items()}
+
+
+@contextmanager
+def _writing(
+    title: str, target: Path, num_bytes: int, sources: tuple[Path, ...], force: bool, console: Console
+) -> Iterator[tuple[Target, Wrote]]:
+    """A target to fill and commit, and whom to tell of bytes that are written. Raises UserError; see `check_target`."""
+    path = followed(target)
+    apart(path, *sources)
+    check_target(path, num_bytes, force=force)
+    done = 0
+    with open_target(path) as output, ConversionProgress(console, title, num_bytes) as progress:
+        progress.hear(Message("phase", "writing"))
+        output.content.mkdir()
+
+        def wrote(more: int) -> None:
+            nonlocal done
+            done += more
+            progress.written(done)
+
+        try:
+            yield output, wrote
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            free = shutil.disk_usage(path.parent).free
+            raise UserError(
+                f"No room for {path}: it needs {num_bytes / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free (or a quota allows "
+                "less). Free some space or name a folder on another disk; nothing was left behind."
+            ) from error
+        progress.done()
+
+
+def _template_as_text(folder: Path) -> None:
+    """Give the tokenizer the chat template that only a processor reads, where it has none of its own."""
+    only, place, config = folder / "chat_template.json", folder / "chat_template.jinja", folder / TOKENIZER_CONFIG
+    if not only.exists() or place.exists():
+        return
+    if config.exists() and read_object(config, "Save the tokenizer again.").get("chat_template") is not None:
+        return
+    template = read_object(only, "Save the processor again.").get("chat_template")
+    if isinstance(template, str):
+        place.write_text(template, encoding="utf-8")
+
+
+def _is_kept(path: Path) -> bool:
+    """Whether a file of a multimodal folder stays with weights that were trained further."""
+    name = path.name
+    if name.startswith(".") or name.endswith(LEFT):
+        return False
+    return name == INDEX or not name.endswith(".index.json")
+
+
+def _num_bytes(info: TensorInfo) -> int:
+    return math.prod(info.shape) * BITS[info.dtype] // 8
+
+
+def _shard(number: int, count: int) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"

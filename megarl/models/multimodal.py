@@ -1,0 +1,97 @@
+"""Multimodal HF architectures whose text part is a family of megarl's: what their tensors are called. Without torch.
+
+A model of these is refused where one is to be trained; `megarl convert text-part` writes its text part as a model of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from megarl.core.errors import UserError
+from megarl.models.families import FAMILIES
+from megarl.models.hf_fields import Fields, shown
+
+# Prefix in the multimodal folder -> prefix in a folder of the text part; None: not of the text part. The first that fits counts.
+Prefixes = Mapping[str, str | None]
+
+# As transformers 5.12 reads them (conversion_mapping.py): of the text part alone with its own head, or of one model.
+_LLAVA: Prefixes = MappingProxyType(
+    {
+        "language_model.model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+        "model.language_model.": "model.",
+        "lm_head.": "lm_head.",
+    }
+)
+_QWEN3: Prefixes = MappingProxyType({"model.language_model.": "model.", "lm_head.": "lm_head."})
+_QWEN2: Prefixes = MappingProxyType(
+    {"model.language_model.": "model.", "model.visual.": None, "model.": "model.", "lm_head.": "lm_head."}
+)
+
+
+@dataclass(frozen=True)
+class Multimodal:
+    """One architecture.
+
+    model_type: by which transformers chooses it. text_types: the text part's model_type -> that of the family that it is.
+    """
+
+    model_type: str
+    prefixes: Prefixes
+    text_types: Mapping[str, str] = MappingProxyType({})
+
+    def text_name(self, name: str) -> str | None:
+        """What a tensor is called in a folder of the text part; None where it is of another part."""
+        for prefix, text in self.prefixes.items():
+            if name.startswith(prefix):
+                return None if text is None else text + name.removeprefix(prefix)
+        return None
+
+
+MULTIMODALS: Mapping[str, Multimodal] = MappingProxyType(
+    {
+        "Gemma3ForConditionalGeneration": Multimodal("gemma3", _LLAVA),
+        "Mistral3ForConditionalGeneration": Multimodal("mistral3", _LLAVA),
+        "LlavaForConditionalGeneration": Multimodal("llava", _LLAVA),
+        # Tokens of a text have the same position on all three axes, which is RoPE as Qwen2 and Qwen3 have it.
+        "Qwen2VLForConditionalGeneration": Multimodal("qwen2_vl", _QWEN2, {"qwen2_vl_text": "qwen2"}),
+        "Qwen2_5_VLForConditionalGeneration": Multimodal("qwen2_5_vl", _QWEN2, {"qwen2_5_vl_text": "qwen2"}),
+        "Qwen3VLForConditionalGeneration": Multimodal("qwen3_vl", _QWEN3, {"qwen3_vl_text": "qwen3"}),
+    }
+)
+
+
+def read_multimodal(fields: Fields) -> Multimodal:
+    """What a config.json names. Raises UserError where that is none of these."""
+    architectures = fields.words("architectures", lone=True)
+    found = next((MULTIMODALS[name] for name in architectures if name in MULTIMODALS), None)
+    if found is None:
+        raise UserError(
+            f"{fields.path}: architecture {_named(architectures)} is no multimodal model whose text part megarl knows. "
+            f"These are: {', '.join(MULTIMODALS)}."
+        )
+    if fields.get("model_type") != found.model_type:
+        fields.refuse(
+            "model_type", fields.get("model_type"), f"{found.model_type!r}, as the architecture has it, is wanted"
+        )
+    return found
+
+
+def unsupported(architectures: Iterable[str], path: Path) -> UserError:
+    """Of a config.json whose architecture is no family of megarl's."""
+    if any(name in MULTIMODALS for name in architectures):
+        return UserError(
+            f"{path}: {_named(architectures)} is a multimodal model, and megarl trains text alone. Write its text part as a "
+            f"model of its own, by `megarl convert text-part {path.parent} TEXT`, and name that folder (TEXT) instead; "
+            "`megarl convert into-multimodal` puts trained weights back."
+        )
+    return UserError(
+        f"{path}: architecture {_named(architectures)} is not supported. Supported: {', '.join(FAMILIES)}."
+    )
+
+
+def _named(architectures: Iterable[str]) -> str:
+    return ", ".join(map(shown, architectures)) or "missing"
