@@ -6,7 +6,7 @@ A model of these is refused where one is to be trained; `megarl convert text-par
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -41,7 +41,7 @@ class Multimodal:
 
     model_type: str
     prefixes: Prefixes
-    text_types: Mapping[str, str] = MappingProxyType({})
+    text_types: Mapping[str, str] = field(default_factory=dict)
 
     def text_name(self, name: str) -> str | None:
         """What a tensor is called in a folder of the text part; None where it is of another part."""
