@@ -166,7 +166,7 @@ def test_a_gemma_that_names_its_pattern(tmp_path):
     take(whole, tmp_path / "text")
     config = load_model_config(tmp_path / "text")
     assert config.local_layers == {0}  # sliding_window_pattern is 2: all but every second
-    assert config.eos_token_ids == (2, 5) and config.rope.factor == 8.0 and config.local_rope.base == 1e4
+    assert config.eos_token_ids == (2, 5) and config.rope.factor == 8.0 and config.local_rope.theta == 1e4
     assert torch.equal(text_logits(tmp_path / "text", IDS), text_logits(whole, IDS))
 
 

@@ -1,0 +1,54 @@
+"""What the tensors of multimodal folders are called, and how such a folder is refused where a model is to be trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.models.hf_config import parse_model_config
+from megarl.models.multimodal import MULTIMODALS
+
+PATH = Path("models/vl/config.json")
+
+
+@pytest.mark.parametrize("architecture", MULTIMODALS)
+def test_a_multimodal_model_is_refused_with_the_command_that_takes_its_text_part(architecture: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_model_config({"architectures": [architecture], "text_config": {}}, PATH)
+    said = str(error.value)
+    assert said.startswith(
+        f"models/vl/config.json: '{architecture}' is a multimodal model, and megarl trains text alone."
+    )
+    assert "`megarl convert text-part models/vl TEXT`" in said and "`megarl convert into-multimodal`" in said
+
+
+def test_another_multimodal_model_is_refused_as_any_other() -> None:
+    with pytest.raises(
+        UserError, match=r"architecture 'IdeficsForVisionText2Text' is not supported\. Supported: Qwen2For"
+    ):
+        parse_model_config({"architectures": ["IdeficsForVisionText2Text"]}, PATH)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "text"),
+    [
+        ("Gemma3", "language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("Gemma3", "model.language_model.norm.weight", "model.norm.weight"),
+        ("Gemma3", "language_model.lm_head.weight", "lm_head.weight"),
+        ("Gemma3", "lm_head.weight", "lm_head.weight"),
+        ("Gemma3", "model.multi_modal_projector.mm_soft_emb_norm.weight", None),
+        ("Gemma3", "vision_tower.vision_model.embeddings.patch_embedding.bias", None),
+        ("Mistral3", "multi_modal_projector.norm.weight", None),
+        ("Qwen2_5_VL", "model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("Qwen2_5_VL", "model.language_model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("Qwen2_5_VL", "visual.blocks.0.attn.qkv.weight", None),
+        ("Qwen2_5_VL", "model.visual.blocks.0.attn.qkv.weight", None),
+        ("Qwen3VL", "model.language_model.layers.1.self_attn.q_norm.weight", "model.layers.1.self_attn.q_norm.weight"),
+        ("Qwen3VL", "model.visual.deepstack_merger_list.0.norm.weight", None),
+        ("Qwen3VL", "language_model.model.norm.weight", None),  # which transformers does not read either
+    ],
+)
+def test_names(architecture: str, name: str, text: str | None) -> None:
+    assert MULTIMODALS[f"{architecture}ForConditionalGeneration"].text_name(name) == text
