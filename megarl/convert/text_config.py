@@ -32,7 +32,9 @@ def text_config(fields: Fields) -> dict[str, Any]:
         from transformers import CONFIG_MAPPING, PreTrainedConfig
 
         whole = CONFIG_MAPPING[multimodal.model_type].from_dict(dict(fields.raw))
-        part: Mapping[str, Any] = whole.text_config.to_dict()
+        part: dict[str, Any] = whole.text_config.to_dict()
+        if part.get("rope_parameters"):
+            part["rope_parameters"] = _one_axis(part["rope_parameters"])
         kind = multimodal.text_types.get(part["model_type"], part["model_type"])
         if kind != part["model_type"]:
             part = CONFIG_MAPPING[kind](**{key: part[key] for key in part if key != "model_type"}).to_dict()
@@ -57,7 +59,6 @@ def text_config(fields: Fields) -> dict[str, Any]:
         **said,
         **ends,
         **({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}),
-        **({"rope_parameters": _one_axis(said["rope_parameters"])} if said.get("rope_parameters") else {}),
         "tie_word_embeddings": bool(whole.tie_word_embeddings),
     }
 

@@ -183,8 +183,8 @@ def _replacements(text: Path, whole: Whole) -> dict[str, TensorInfo]:
     ]
     if wrong:
         raise UserError(
-            f"Tensors of {text} and {whole.folder} are not of one dtype: {some(wrong)}. Write {text} in the other's first: "
-            "`megarl convert hf-to-mcore`, and `megarl convert mcore-to-hf --dtype`."
+            f"Tensors of {text} and {whole.folder} are not of one dtype: {some(wrong)}. Write the text part in the other's "
+            "first, by `megarl convert mcore-to-hf RUN TEXT --dtype`."
         )
     return {whole.names[name]: info for name, info in found.items()}
 

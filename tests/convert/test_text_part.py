@@ -281,7 +281,7 @@ def test_another_text_is_refused(copied):
     path = copied / "text" / "model.safetensors"
     held = load_file(path)
     save_file({name: tensor.float() for name, tensor in held.items()}, path, {"format": "pt"})
-    with pytest.raises(UserError, match=r"not of one dtype: .* is F32 and BF16.*mcore-to-hf --dtype"):
+    with pytest.raises(UserError, match=r"not of one dtype: .* is F32 and BF16.*mcore-to-hf RUN TEXT --dtype"):
         put(copied / "text", copied / "whole", copied / "x")
     del held["model.norm.weight"]
     save_file(held, path, {"format": "pt"})
