@@ -49,9 +49,9 @@ def run_convert(
 
 
 def run_text_part(source: Path, target: Path, *, force: bool, as_json: bool) -> None:
-    """Write a multimodal folder's text part, which SRC may also name on the hub."""
+    """Write the text part of a multimodal folder, which may also be named on the hub."""
     console = Console(stderr=True, markup=False)
-    source = local_model(source, "SRC", check_multimodal, console.print)
+    source = local_model(source, "MULTIMODAL", check_multimodal, console.print)
     _show(text_part(source, target, force=force, console=console), as_json=as_json)
 
 
