@@ -9,20 +9,20 @@ from megarl.core.errors import UserError
 from megarl.models.families import FAMILIES
 from megarl.models.hf_fields import Fields, shown
 from megarl.models.hf_fp8 import QUANTIZATION
-from megarl.models.multimodal import read_multimodal
+from megarl.models.hf_rope import SHARE
+from megarl.models.multimodal import Multimodal
 
 REASON_CHARACTERS = 300
 # Of RoPE on several axes: one position a token, as a text has it, is the same on each.
 _AXES = ("mrope_section", "mrope_interleaved")
 
 
-def text_config(fields: Fields) -> dict[str, Any]:
+def text_config(fields: Fields, multimodal: Multimodal) -> dict[str, Any]:
     """The config of the text part as a model of its own: every key of its family, with transformers' defaults written out.
 
     fields: the multimodal config.json. `tie_word_embeddings` is the whole model's, and so are the tokens that begin and end a
-    text, where it names them. Raises UserError where it is no such model, or quantised, or transformers does not read it.
+    text, where it names them. Raises UserError where it is quantised, of another family, or transformers does not read it.
     """
-    multimodal = read_multimodal(fields)
     if fields.get(QUANTIZATION) is not None or fields.part("text_config").get(QUANTIZATION) is not None:
         raise UserError(
             f"{fields.path} has a {QUANTIZATION}, and text parts are taken of unquantised models alone. Take the model as it "
@@ -37,7 +37,7 @@ def text_config(fields: Fields) -> dict[str, Any]:
             part["rope_parameters"] = _one_axis(part["rope_parameters"])
         kind = multimodal.text_types.get(part["model_type"], part["model_type"])
         if kind != part["model_type"]:
-            part = CONFIG_MAPPING[kind](**{key: part[key] for key in part if key != "model_type"}).to_dict()
+            part = CONFIG_MAPPING[kind](**_spelled_out(part, kind)).to_dict()
         common = PreTrainedConfig().to_dict()
     except Exception as error:  # which ones its checks raise, no documentation says
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON_CHARACTERS]
@@ -61,6 +61,15 @@ def text_config(fields: Fields) -> dict[str, Any]:
         **({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}),
         "tie_word_embeddings": bool(whole.tie_word_embeddings),
     }
+
+
+def _spelled_out(part: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The keys for a family's config class, with what it would else give another default than the multimodal one's."""
+    said = {key: value for key, value in part.items() if key != "model_type"}
+    said.setdefault("head_dim", said["hidden_size"] // said["num_attention_heads"])
+    if any(kind in family.model_types and family.rotary_share is not None for family in FAMILIES.values()):
+        said["rope_parameters"] = {SHARE: 1.0, **said["rope_parameters"]}
+    return said
 
 
 def _one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:

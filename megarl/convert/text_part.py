@@ -28,7 +28,7 @@ from megarl.convert.text_config import text_config
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
-from megarl.models.hf_beside import TEMPLATES, TOKENIZER_CONFIG, copy_beside
+from megarl.models.hf_beside import TEMPLATES, TOKENIZER_CONFIG, copy_beside, files_beside
 from megarl.models.hf_config import load_model_config, parse_model_config
 from megarl.models.hf_fields import Fields, shown
 from megarl.models.hf_files import (
@@ -45,7 +45,7 @@ from megarl.models.hf_files import (
     weight_files,
 )
 from megarl.models.hf_header import BITS
-from megarl.models.multimodal import read_multimodal
+from megarl.models.multimodal import Multimodal, read_multimodal
 from megarl.models.rules import expected_tensors
 
 CONFIG = "config.json"
@@ -77,7 +77,7 @@ class Whole:
 
 def check_multimodal(folder: Path) -> ModelConfig:
     """The text part of a folder that may have no weights yet. Raises UserError where megarl does not train it."""
-    return _read_config(folder)[1]
+    return _read_config(folder)[2]
 
 
 def text_part(source: Path, target: Path, *, force: bool, console: Console) -> Outcome:
@@ -92,7 +92,9 @@ def text_part(source: Path, target: Path, *, force: bool, console: Console) -> O
         parts = [part for part in by_file if part]
         files = [SINGLE] if len(parts) == 1 else [_shard(i, len(parts)) for i in range(len(parts))]
         for file, part in zip(files, parts, strict=True):
-            write_tensors(output.content / file, part, sizes, wrote)
+            # Wide ones first, as the format's own writer has them: each begins at a multiple of its width.
+            wide = sorted(part, key=lambda name: -BITS[part[name].dtype])
+            write_tensors(output.content / file, {name: part[name] for name in wide}, sizes, wrote)
         if len(parts) > 1:
             weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
             said = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -113,6 +115,7 @@ def into_multimodal(text: Path, source: Path, target: Path, *, force: bool, cons
     """
     whole = _read_whole(source)
     replaced = _replacements(text, whole)
+    files_beside(source)  # refuses links that lead nowhere
     num_bytes = sum(file.stat().st_size for file in whole.files)
     with _writing("into-multimodal", target, num_bytes, (text, source), force, console) as (output, wrote):
         for file in whole.files:
@@ -129,18 +132,20 @@ def into_multimodal(text: Path, source: Path, target: Path, *, force: bool, cons
     return Outcome(followed(target), written, 0, ())
 
 
-def _read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+def _read_config(folder: Path) -> tuple[Multimodal, dict[str, Any], ModelConfig]:
+    """What the folder's config.json names; of its text part the config.json, and the same, read."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {what}. Name the HF folder of a multimodal model.")
     path = folder / CONFIG
-    raw = text_config(Fields(read_object(path, "Export the model again."), path))
-    return raw, parse_model_config(raw, path)
+    fields = Fields(read_object(path, "Export the model again."), path)
+    multimodal = read_multimodal(fields)
+    raw = text_config(fields, multimodal)
+    return multimodal, raw, parse_model_config(raw, path)
 
 
 def _read_whole(folder: Path) -> Whole:
-    raw, config = _read_config(folder)
-    multimodal = read_multimodal(Fields(read_object(folder / CONFIG, "Export the model again."), folder / CONFIG))
+    multimodal, raw, config = _read_config(folder)
     index = read_index(folder)
     names, twice = dict[str, str](), []
     for name in index:

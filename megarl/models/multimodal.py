@@ -26,7 +26,7 @@ _LLAVA: Prefixes = MappingProxyType(
         "lm_head.": "lm_head.",
     }
 )
-_QWEN3: Prefixes = MappingProxyType({"model.language_model.": "model.", "lm_head.": "lm_head."})
+_NEWER: Prefixes = MappingProxyType({"model.language_model.": "model.", "lm_head.": "lm_head."})
 _QWEN2: Prefixes = MappingProxyType(
     {"model.language_model.": "model.", "model.visual.": None, "model.": "model.", "lm_head.": "lm_head."}
 )
@@ -56,10 +56,14 @@ MULTIMODALS: Mapping[str, Multimodal] = MappingProxyType(
         "Gemma3ForConditionalGeneration": Multimodal("gemma3", _LLAVA),
         "Mistral3ForConditionalGeneration": Multimodal("mistral3", _LLAVA),
         "LlavaForConditionalGeneration": Multimodal("llava", _LLAVA),
-        # Tokens of a text have the same position on all three axes, which is RoPE as Qwen2 and Qwen3 have it.
+        "LlavaNextForConditionalGeneration": Multimodal("llava_next", _LLAVA),
+        "LlavaOnevisionForConditionalGeneration": Multimodal("llava_onevision", _LLAVA),
+        "InternVLForConditionalGeneration": Multimodal("internvl", _LLAVA),
+        # Tokens of a text have the same position on all three axes, which is RoPE as the family has it.
         "Qwen2VLForConditionalGeneration": Multimodal("qwen2_vl", _QWEN2, {"qwen2_vl_text": "qwen2"}),
         "Qwen2_5_VLForConditionalGeneration": Multimodal("qwen2_5_vl", _QWEN2, {"qwen2_5_vl_text": "qwen2"}),
-        "Qwen3VLForConditionalGeneration": Multimodal("qwen3_vl", _QWEN3, {"qwen3_vl_text": "qwen3"}),
+        "Qwen3VLForConditionalGeneration": Multimodal("qwen3_vl", _NEWER, {"qwen3_vl_text": "qwen3"}),
+        "Glm4vForConditionalGeneration": Multimodal("glm4v", _NEWER, {"glm4v_text": "glm4"}),
     }
 )
 

@@ -28,9 +28,13 @@ FAMILIES = {
     "Gemma3ForConditionalGeneration": "gemma3",
     "Mistral3ForConditionalGeneration": "mistral",
     "LlavaForConditionalGeneration": "llama",
+    "LlavaNextForConditionalGeneration": "mistral",
+    "LlavaOnevisionForConditionalGeneration": "qwen2",
+    "InternVLForConditionalGeneration": "qwen3",
     "Qwen2VLForConditionalGeneration": "qwen2",
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
+    "Glm4vForConditionalGeneration": "glm4",
 }
 LLAVA, QWEN3 = "LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration"
 # Every architecture with and without a head of its own, in both generations of names and in several files.
@@ -158,6 +162,19 @@ def test_config_is_what_transformers_understands(tmp_path):
     assert torch.equal(text_logits(tmp_path / "text", IDS), text_logits(whole, IDS))
 
 
+def test_what_a_text_part_leaves_unsaid_is_not_what_its_family_does(tmp_path):
+    """GLM-4.1V turns whole heads where no key says, GLM-4 the half of each, and its heads are 128 wide."""
+    whole = make(tmp_path / "whole", "Glm4vForConditionalGeneration", False, "older")
+    raw = json.loads((whole / "config.json").read_text())
+    del raw["text_config"]["rope_parameters"]["partial_rotary_factor"]
+    raw["text_config"]["rope_parameters"]["mrope_section"] = [2, 3, 3]
+    (whole / "config.json").write_text(json.dumps(raw))
+    take(whole, tmp_path / "text")
+    config = load_model_config(tmp_path / "text")
+    assert (config.rotary_dim, config.head_dim) == (16, 16)
+    assert torch.equal(text_logits(tmp_path / "text", IDS), text_logits(whole, IDS))
+
+
 def test_a_gemma_that_names_its_pattern(tmp_path):
     whole = make(tmp_path / "whole", "Gemma3ForConditionalGeneration", True, "older")
     raw = json.loads((whole / "config.json").read_text())
@@ -218,7 +235,9 @@ def test_what_lies_beside_the_weights(copied):
         "additional_chat_templates",
     }
     assert kept < set(names(copied / "back"))
-    assert not {"consolidated.safetensors", "pytorch_model.bin", "modeling.py", ".hidden"} & set(names(copied / "back"))
+    assert not {"consolidated.safetensors", "pytorch_model.bin", "modeling.py", ".hidden", "x.index.json"} & set(
+        names(copied / "back")
+    )
     assert (copied / "back" / "additional_chat_templates" / "tools.jinja").read_text() == "x"
     assert "chat_template.jinja" not in names(copied / "back")
 

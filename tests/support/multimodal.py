@@ -32,6 +32,21 @@ TINY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "llama", "rms_norm_eps": 1e-5},
         {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, "projection_dim": 16},
     ),
+    "LlavaNextForConditionalGeneration": (
+        "LlavaNextConfig",
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, "projection_dim": 16},
+    ),
+    "LlavaOnevisionForConditionalGeneration": (
+        "LlavaOnevisionConfig",
+        {"model_type": "qwen2", "rope_theta": 1e6},
+        {"model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+    ),
+    "InternVLForConditionalGeneration": (
+        "InternVLConfig",
+        {"model_type": "qwen3"},
+        {"image_size": 28, "patch_size": 14},
+    ),
     "Qwen2VLForConditionalGeneration": (
         "Qwen2VLConfig",
         {"rope_theta": 1e5, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
@@ -54,6 +69,11 @@ TINY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "deepstack_visual_indexes": [0],
             "num_position_embeddings": 16,
         },
+    ),
+    "Glm4vForConditionalGeneration": (
+        "Glm4vConfig",
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+        {"depth": 1, "hidden_size": 16, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 24},
     ),
 }
 TEXT = {
@@ -78,7 +98,7 @@ def write_multimodal(folder: Path, architecture: str, *, tied: bool = False, **s
 
     config_class, text, vision = TINY[architecture]
     text, vision = {**TEXT, **text}, vision if "depth" in vision else {**VISION, **vision}
-    if architecture.startswith("Qwen2"):
+    if architecture.startswith(("Qwen2", "Glm4v", "LlavaOnevision")):
         text.pop("head_dim")
     config = getattr(transformers, config_class)(
         text_config={**text, "tie_word_embeddings": tied}, vision_config=vision, tie_word_embeddings=tied
@@ -105,10 +125,10 @@ def newer(name: str) -> str:
     if name.startswith("language_model."):
         name = name.removeprefix("language_model.")
         return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
-    if name.startswith(("vision_tower.", "multi_modal_projector.", "visual.")):
+    if name.startswith(("vision_tower.", "multi_modal_projector.", "visual.", "image_newline")):
         return f"model.{name}"
     if name.startswith("model.") and not name.startswith(
-        ("model.language_model.", "model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
+        ("model.language_model.", "model.visual.", "model.vision_tower.", "model.multi_modal", "model.image_newline")
     ):
         return name.replace("model.", "model.language_model.", 1)
     return name
