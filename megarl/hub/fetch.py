@@ -166,7 +166,8 @@ def fetch_again(path: Path) -> str:
     if place is None:
         return ""
     model = place.repo.kind == "model"
-    patterns = (*SMALL, WEIGHTS) if model else (place.rest,)
+    # Of a model the whole folder, or a file of it: then its config and tokenizer are wanted alone.
+    patterns = (place.rest,) if not model else (*SMALL, WEIGHTS) if place.rest == "." else SMALL
     try:
         fetch(place.repo, "The hub's copy", patterns, _quiet, ignore=NEVER if model else (), cache=place.cache)
     except UserError as error:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megarl.core.json_file import read_object
-from megarl.hub.fetch import CARD, Say, fetch, fetch_model, listing, resolve
+from megarl.hub.fetch import CARD, NEVER, SMALL, Say, fetch, fetch_model, listing, resolve
 from megarl.hub.names import Kind, Repo, hub_name
 from megarl.hub.splits import split_pattern
 from megarl.recipe.dataset import is_set
-from megarl.recipe.load import Loaded
+from megarl.recipe.load import Loaded, with_path
+from megarl.recipe.reward import Classify
 from megarl.recipe.save import PROVENANCE_FILE
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
@@ -28,7 +29,8 @@ MODELS = ("model.path", "critic.path", "reward_model.path", "teacher.path")
 
 def names_of(recipe: Any, skip: Sequence[str] = ()) -> dict[str, Repo]:
     """The repositories of the hub that a recipe names, by key. skip: keys that are not asked for."""
-    kinds: dict[str, Kind] = {**dict.fromkeys(MODELS, "model"), TRAIN: "dataset", EVAL: "dataset"}
+    models = (*MODELS, *_tokenizers(recipe))
+    kinds: dict[str, Kind] = {**dict.fromkeys(models, "model"), TRAIN: "dataset", EVAL: "dataset"}
     found = {}
     for key, kind in kinds.items():
         path = _get(recipe, key)
@@ -58,7 +60,8 @@ def localize(
     commits: dict[str, dict[str, str | None]] = {}
     repos: dict[str, Repo] = names_of(recipe, skip)
     # Small ones first: what is wrong with rows is known before weights are fetched.
-    for key in (*(each for each in (TRAIN, EVAL) if each not in skip), *(each for each in MODELS if each in repos)):
+    models = [each for each in (*_tokenizers(recipe), *MODELS) if each in repos]
+    for key in (*(each for each in (TRAIN, EVAL) if each not in skip), *models):
         repo = repos.get(key)
         at = None if repo is None else _pinned(repo, taken.get(key)) or resolve(repo, key)
         if repo is not None and at is not None:
@@ -67,11 +70,14 @@ def localize(
         if key in MODELS:
             assert at is not None
             found: Path | None = fetch_model(at, key, check_config, say).folder
+        elif key in models:
+            assert at is not None
+            found = fetch(at, key, SMALL, say, ignore=NEVER).folder
         else:
             found = _rows(loaded.recipe, key, at, say)
         if found is not None:
             names[key] = str(at or _get(recipe, key))
-            recipe = _with(recipe, key, found)
+            recipe = with_path(recipe, key, found)
     return replace(loaded, names=names, commits=commits).with_recipe(recipe) if names else loaded
 
 
@@ -131,13 +137,13 @@ def _pinned(repo: Repo, taken: Any) -> Repo | None:
     return replace(repo, revision=taken["commit"]) if same else None
 
 
+def _tokenizers(recipe: Any) -> list[str]:
+    """The keys of reward models behind an address, of which the run has the tokenizer alone."""
+    graders = recipe.reward.graders if isinstance(recipe, Recipe) else {}
+    return [f"reward.graders.{name}.tokenizer" for name, each in graders.items() if isinstance(each, Classify)]
+
+
 def _get(section: Any, key: str) -> Any:
     for name in key.split("."):
-        section = getattr(section, name, None)
+        section = section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
     return section
-
-
-def _with(recipe: Any, key: str, value: Path) -> Any:
-    section, name = key.split(".")
-    changed = getattr(recipe, section).model_copy(update={name: value})
-    return recipe.model_copy(update={section: changed})

@@ -122,10 +122,17 @@ def _kind_of(tree: Tree) -> type[AnyRecipe]:
 def _named(recipe: R, names: Mapping[str, str]) -> R:
     """The recipe with names in the place of what they stand for."""
     for key, value in names.items():
-        section, name = key.split(".")
-        changed = getattr(recipe, section).model_copy(update={name: Path(value)})
-        recipe = recipe.model_copy(update={section: changed})
+        recipe = with_path(recipe, key, Path(value))
     return recipe
+
+
+def with_path(section: Any, key: str, path: Path) -> Any:
+    """A section, or sections by name, with another path where the dotted key says."""
+    name, _, below = key.partition(".")
+    if isinstance(section, Mapping):
+        return {**section, name: with_path(section[name], below, path) if below else path}
+    value = with_path(getattr(section, name), below, path) if below else path
+    return section.model_copy(update={name: value})
 
 
 def resolve(recipe: AnyRecipe) -> dict[str, Any]:

@@ -124,7 +124,8 @@ class Classify(HttpGrader):
     url: Url = Field(description="where the server listens: /classify is put behind it")
     tokenizer: UserPath = Field(
         strict=False,
-        description="HF folder of the reward model (its tokenizer and config.json), whose chat template renders the conversation",
+        description="HF folder of the reward model (its tokenizer and config.json), or its name on the Hugging Face hub; its "
+        "chat template renders the conversation",
     )
     output: Annotated[int, Field(ge=0)] = Field(0, description="which of its numbers is the score, from 0 on")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.core.types import Prompt
+from megarl.data.prompts import MESSAGES_KEY
 from megarl.recipe.reward import Classify, Code, Judge, Reward, Rule
-from megarl.rewards.classify import open_tokenizer
+from megarl.rewards.classify import QUESTION, check_template, open_tokenizer
 from megarl.rewards.code import check_sandbox
 from megarl.rewards.question import compile_template
 from megarl.rewards.resolve import BUILT_IN, resolve_reward
@@ -30,7 +32,22 @@ def check_graders(reward: Reward) -> None:
         if isinstance(settings, Judge):
             compile_template(settings.template, f"{key}.template")
         if isinstance(settings, Classify):
-            open_tokenizer(settings.tokenizer, f"{key}.tokenizer")
+            at = f"{key}.tokenizer"
+            check_template(open_tokenizer(settings.tokenizer, at), at, {"a question of the user": [QUESTION]})
+
+
+def check_rendered(reward: Reward, prompts: Sequence[Prompt], place: Callable[[Prompt], str]) -> None:
+    """Whether reward models' templates render the rows that they grade: one of each order of roles is tried. Raises UserError.
+
+    place: where a row stands, for messages.
+    """
+    for name, settings in reward.by_name().items():
+        if isinstance(settings, Classify):
+            graded = (row for row in reversed(prompts) if grades_row(settings.only, row.metadata))
+            by_roles = {tuple(said["role"] for said in row.metadata[MESSAGES_KEY]): row for row in graded}
+            at = f"{reward.key_of(name)}.tokenizer"
+            messages = {place(row): row.metadata[MESSAGES_KEY] for row in by_roles.values()}
+            check_template(open_tokenizer(settings.tokenizer, at), at, messages)
 
 
 def taken_back_notes(reward: Reward, sources: Mapping[str, str]) -> tuple[str, ...]:

@@ -5,10 +5,11 @@ The conversation is rendered by that model's own chat template, into its own tok
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.core.errors import UserError
+from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.data.chat import Message, Tokenizer, apply_template, has_chat_template, load_tokenizer
 from megarl.data.prompts import MESSAGES_KEY
 from megarl.data.spelled import Spelled
@@ -16,7 +17,7 @@ from megarl.rewards.grade import Grade, Item, number
 from megarl.rewards.http import ANSWER_SHOWN
 
 CONVERSATION = "messages"  # in the metadata of an episode: all that was said
-PROBE: tuple[Message, ...] = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"})
+QUESTION: Message = {"role": "user", "content": "1+1?"}
 
 
 class ClassifyForm:
@@ -31,7 +32,7 @@ class ClassifyForm:
 
     def probe(self) -> dict[str, Any]:
         """A conversation of two words."""
-        return self._asking(list(PROBE))
+        return self._asking([QUESTION, {"role": "assistant", "content": "2"}])
 
     def body(self, item: Item) -> dict[str, Any]:
         """The prompt's messages and the response; of an episode, all that was said. Raises what the template raises."""
@@ -60,6 +61,22 @@ class ClassifyForm:
         # The policy's words are no marks of turns here: it could praise itself in the user's name.
         text = apply_template(self._tokenizer, self._spelled.as_text(messages), generation_prompt=False)
         return {"input_ids": self._spelled.encode(text).tolist()}
+
+
+def check_template(tokenizer: Tokenizer, key: str, prompts: Mapping[str, list[Message]]) -> None:
+    """Whether a reward model's chat template renders prompts with an answer to them. key: where it stands in the recipe.
+
+    prompts: their messages, by where they are. Raises UserError.
+    """
+    form = ClassifyForm(tokenizer)
+    for where, messages in prompts.items():
+        try:
+            form.body(Item("", "2", "", {MESSAGES_KEY: messages}))
+        except TemplateRefusalError as error:
+            raise UserError(
+                f"`{key}`: with {where}, {error} That is the reward model's template: name the tokenizer that the model came "
+                "with, leave such rows out, or keep them from this grader by its `only`."
+            ) from error
 
 
 def open_tokenizer(folder: Path, key: str) -> Tokenizer:

@@ -19,7 +19,7 @@ from megarl.models.config import ModelConfig
 from megarl.recipe.keep_rules import set_of
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import KtoRecipe, SupervisedRecipe
-from megarl.rewards.check import compares_answers
+from megarl.rewards.check import check_rendered, compares_answers
 from megarl.rewards.row_choice import check_choice, first_ungraded
 
 BALANCED = (1.0, 4 / 3)  # what desirable answers may count, in parts of what the others do
@@ -168,6 +168,8 @@ def check_graded(
     alone = () if recipe.agent is not None and recipe.agent.rewards else (*trained, *held_out)
     check_choice(recipe.reward, [*prompts, *held_out], alone=alone, part=not prompts, place=place)
     _check_judged(recipe, held_out, place)
+    if recipe.agent is None:  # of an episode, what will have been said is not known
+        check_rendered(recipe.reward, [*prompts, *held_out], place)
 
 
 def _check_judged(recipe: Recipe, held_out: Sequence[Prompt], place: Callable[[Prompt], str]) -> None:

@@ -30,6 +30,7 @@ from megarl.core.scratch import Scratch
 from megarl.core.timing import PhaseTimer
 from megarl.core.types import TEACHER_LOGPROBS, TEACHER_TOP
 from megarl.data.rows import data_files
+from megarl.hub.fetch import CONFIG
 from megarl.models.lora_served import ADAPTER, ServedLora
 from megarl.placement.workload import read_model
 from megarl.recipe.layouts import SHARED, num_shards, pools_of, role_layouts
@@ -103,15 +104,17 @@ class SupervisedSession(Session):
 
 def _reads(recipe: AnyRecipe) -> list[Path]:
     """What the run's processes read, on whatever node they are."""
-    models = [recipe.model.path]
+    models, tokenizers = [recipe.model.path], list[Path]()
     if isinstance(recipe, Recipe):
         others = (recipe.critic, recipe.reward_model, recipe.teacher)
         models += (model.path for model in others if model is not None and model.path is not None)
         models += [recipe.sync.folder] if recipe.sync.folder is not None else []
-        models += (each.tokenizer for each in recipe.reward.graders.values() if isinstance(each, Classify))
+        tokenizers = [each.tokenizer for each in recipe.reward.graders.values() if isinstance(each, Classify)]
     rows = (path for path in (recipe.data.train, recipe.data.eval) if path is not None)
     # Links to files stay links: a cache of the hub is made of them.
-    return [path.resolve() for path in models] + [file.absolute() for path in rows for file in data_files(path)]
+    files = [folder.resolve() / CONFIG for folder in tokenizers]
+    files += [file.absolute() for path in rows for file in data_files(path)]
+    return [path.resolve() for path in models] + files
 
 
 def _with_critic(

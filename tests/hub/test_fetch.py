@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -155,7 +156,10 @@ def test_another_node_fills_a_cache_of_its_own_at_the_same_path(
     ask_stand_in(monkeypatch, hub.url, tmp_path / "home of this user")  # wherever this node's own would be
     assert fetch_again(folder) == ""
     assert (folder / "model.safetensors").exists()
-    (tmp_path / "home").rename(tmp_path / "gone")
+    shutil.rmtree(tmp_path / "home")
+    assert fetch_again(folder / "config.json") == ""  # of a model whose tokenizer alone is wanted
+    assert (folder / "tokenizer.json").exists() and not (folder / "model.safetensors").exists()
+    shutil.rmtree(tmp_path / "home")
     ask_stand_in(monkeypatch, hub.url, tmp_path / "home of this user", offline=True)
     assert "HF_HUB_OFFLINE is set" in fetch_again(folder)
     assert fetch_again(tmp_path / "some folder") == ""

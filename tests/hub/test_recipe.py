@@ -14,6 +14,7 @@ from megarl.hub.recipe import TRAIN, localize
 from megarl.launch.submit import submit_ray
 from megarl.placement.cluster import make_cluster
 from megarl.recipe.load import Loaded, load_recipe
+from megarl.recipe.reward import Classify
 from megarl.recipe.save import PROVENANCE_FILE, RECIPE_FILE, save_recipe
 from megarl.recipe.schema import Recipe
 from megarl.run.plan import PlanOptions, run_plan
@@ -71,6 +72,24 @@ def test_a_run_that_was_submitted_stays_with_the_commits_that_the_cluster_was_to
     hub.put_folder("model", MODEL, tiny, **{"README.md": b"another"})
     hub.put("dataset", ROWS, {"README.md": CARD.encode(), "main/train-0.parquet": parquet(50, 9)})
     assert found(recipe_file, "data.eval=null", going_on=Path("run")).recipe == first.recipe
+
+
+def test_of_a_reward_model_behind_an_address_the_tokenizer_alone_is_fetched(
+    hub: StandInHub, recipe_file: Path, tmp_path: Path, tiny: Path
+) -> None:
+    hub.put_folder("model", "own/liked", tiny)
+    key = "reward.graders.liked.tokenizer"
+    grader = "reward.graders={liked: {kind: classify, url: 'http://rm', tokenizer: own/liked}}"
+    loaded = found(recipe_file, "data.final_answer=true", grader, "model.path=" + str(tiny))
+    grader_now = loaded.recipe.reward.graders["liked"]
+    assert isinstance(grader_now, Classify) and (grader_now.tokenizer / "tokenizer.json").is_file()
+    assert "model.safetensors" not in hub.downloads()
+    preflight(loaded.recipe, sources=loaded.sources)
+    save_recipe(loaded, tmp_path / "run")
+    [commit] = hub.commits["model", "own/liked"]
+    assert json.loads((tmp_path / "run" / PROVENANCE_FILE).read_text())["hub"][key]["commit"] == commit
+    assert f"own/liked@{commit}" in (tmp_path / "run" / RECIPE_FILE).read_text()
+    assert found(tmp_path / "run" / RECIPE_FILE).recipe == loaded.recipe
 
 
 def test_an_evaluation_leaves_the_rows_to_train_on_where_they_are(hub: StandInHub, recipe_file: Path) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from megarl.core.errors import MegarlError, UserError
+from megarl.core.types import Prompt
 from megarl.recipe.reward import Reward
-from megarl.rewards.check import check_graders
+from megarl.rewards.check import check_graders, check_rendered
 from megarl.rewards.classify import ClassifyForm, open_tokenizer
 from megarl.rewards.combine import Graders
 from megarl.rewards.grade import Grade, Item
@@ -150,6 +152,30 @@ def test_at_the_start_the_server_has_to_give_a_score(folder: Path) -> None:
     talk(folder, FakeClassifier(), call)
     with pytest.raises(MegarlError, match="answered without scores"):
         talk(folder, FakeClassifier((200, "{}")), call)
+
+
+def test_a_template_that_cannot_render_is_refused_before_the_start(folder: Path, tmp_path: Path) -> None:
+    def row(name: str, *roles: str, **fields: str) -> Prompt:
+        said = [{"role": role, "content": "1+1?"} for role in roles]
+        return Prompt(name, "", np.zeros(1, np.int32), "2", {"prompt_messages": said, **fields})
+
+    def reward(template: str, **how: Any) -> Reward:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path)
+        grader = {"kind": "classify", "url": "http://rm", "tokenizer": str(tmp_path), **how}
+        return Reward.model_validate({"graders": {"liked": grader}})
+
+    key = r"^`reward\.graders\.liked\.tokenizer`: with "
+    with pytest.raises(UserError, match=rf"{key}a question of the user, the model's chat template refuses .*unknown"):
+        check_graders(reward("{{ unknown.name.other }}"))
+    no_system = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
+    rows = [row("first", "user"), row("second", "user"), row("third", "system", "user"), row("last", "system", "user")]
+    check_graders(reward(no_system))
+    check_rendered(reward(no_system), rows[:2], lambda prompt: prompt.id)
+    with pytest.raises(UserError, match=rf"{key}third, .*no system.* its `only`"):
+        check_rendered(reward(no_system), rows, lambda prompt: prompt.id)
+    check_rendered(reward(no_system, only={"kind": "plain"}), rows, lambda prompt: prompt.id)
 
 
 def test_a_recipe_has_it_among_its_graders(folder: Path, tmp_path: Path) -> None:
