@@ -28,6 +28,7 @@ from megarl.recipe.schema import Recipe
 from megarl.report.history import METRICS_FILE, read_history
 from megarl.rollout.journal import JOURNAL, forget
 from megarl.run.ending import writing
+from megarl.serving.prompt_scores import SAME_MODEL, distance
 from megarl.training.run_checkpoints import Committed
 
 MADE_WITH = "made_with.json"  # beside the samples
@@ -83,6 +84,7 @@ OF_GRADERS = re.compile(r"reward\.graders\.[^.]+\.(url|key_env|timeout_s|retries
 # whoever mends a run that stopped by `skip` or `rewind` goes on with its samples.
 TROUBLE = ("actor.optimizer.on_bad_gradient", "critic.optimizer.on_bad_gradient", "algorithm.on_logprob_diff")
 HELD_OUT = ("eval", "eval_config", "eval_split")  # keys of data
+TAUGHT = "log-probs that teacher.servers say of a text"
 HELD_OUT_ROWS = "files of data.eval"
 BEGIN_ANEW = "Begin a journal anew with --discard-journal."
 ROWS_PATH, MODEL_PATH = "data.train", "model.path"
@@ -114,17 +116,18 @@ def made_with(recipe: Recipe, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
     return found | {package: installed(package) for package in PACKAGES}
 
 
-def check_journal(recipe: Recipe, digests: Digests) -> None:
+def check_journal(recipe: Recipe, digests: Digests, taught: Sequence[float] = ()) -> None:
     """Whether the journal in the run's folder, where there is one, can be gone on with.
 
-    digests: of what the rows to train on say. Raises UserError where it cannot be, or was written by what would sample or
-    learn otherwise.
+    digests: of what the rows to train on say. taught: what a teacher behind an address says of a text. Raises UserError where it
+    cannot be, or was written by what would sample or learn otherwise.
     """
     folder = recipe.run.folder / JOURNAL
     if not recipe.train.journal or not (folder / MADE_WITH).exists():
         return
     before = read_object(folder / MADE_WITH, BEGIN_ANEW)
     before.pop(HELD_OUT_ROWS, None)  # they decide no sample
+    other_teacher = _other_teacher(before.pop(TAUGHT, []), taught)
     # The journal of an older megarl says nothing of rows.
     known = digests if any(name.endswith(OF_ROWS) for name in before) else NO_DIGESTS
     now: dict[str, Any] = json.loads(json.dumps(made_with(recipe, known)))
@@ -144,8 +147,9 @@ def check_journal(recipe: Recipe, digests: Digests) -> None:
         and not OF_GRADERS.fullmatch(name)
         and not _among(name, unread)
     ]
-    if changed:
+    if changed or other_teacher:
         told = [f"  {name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed[:SHOWN]]
+        told += other_teacher
         more = [f"  and {len(changed) - SHOWN} more"] if len(changed) > SHOWN else []
         raise UserError(
             "\n".join(
@@ -160,14 +164,23 @@ def check_journal(recipe: Recipe, digests: Digests) -> None:
         )
 
 
+def _other_teacher(before: Sequence[float], now: Sequence[float]) -> list[str]:
+    """A line where log-probs of a text are another teacher's: it may be at other addresses in every job."""
+    if not before or len(before) != len(now) or (apart := distance(before, now)) <= SAME_MODEL:
+        return []
+    return [
+        f"  teacher.servers serve another teacher: their log-probs of a text are {apart:.2f} from what the run's said of it"
+    ]
+
+
 def other_rows(folder: Path, digests: Digests) -> list[str]:
     """What training rows say otherwise than when the journal in a run's folder was written. digests: of them now."""
     before = read_object(folder / JOURNAL / MADE_WITH, "It is of no run of this version.")
     return [name for name, digest in digests.items() if before.get(f"{name}{OF_ROWS}", digest) != digest]
 
 
-def begin_journal(recipe: Recipe, digests: Digests, *, keeps: bool) -> None:
-    """Write down what the journal is made with. digests: of what the rows to train on say.
+def begin_journal(recipe: Recipe, digests: Digests, taught: Sequence[float] = (), *, keeps: bool) -> None:
+    """Write down what the journal is made with. digests, taught: as of `check_journal`.
 
     keeps: what there is of one is this run's; else nothing is there afterwards. Raises UserError where it cannot be written.
     """
@@ -179,6 +192,7 @@ def begin_journal(recipe: Recipe, digests: Digests, *, keeps: bool) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             temporary = folder / f".{MADE_WITH}.tmp"
             made = made_with(recipe, digests) | {HELD_OUT_ROWS: _held_out(recipe)}
+            made |= {TAUGHT: list(taught)} if taught else {}
             temporary.write_text(json.dumps(made, indent=1))
             temporary.replace(folder / MADE_WITH)
 

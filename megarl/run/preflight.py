@@ -77,7 +77,7 @@ class Preflight:
     rows: training rows within the length limit (0 for an evaluation). dropped: rows over it. eval_rows: held-out rows.
     notes: keys without effect on this platform, which has them so that one recipe runs on all; rows that no response is
     right by; steps with more rows than there are. external: servers that somebody else started. digests: of what the rows say.
-    committed: the checkpoint that the run goes on from.
+    committed: the checkpoint that the run goes on from. taught: what a teacher behind an address says of a text.
     """
 
     plan: BatchPlan
@@ -90,6 +90,7 @@ class Preflight:
     external: ExternalPool | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
     committed: Committed | None = None
+    taught: tuple[float, ...] = ()
 
     def lines(self) -> list[str]:
         """What a user wants to see before waiting for the start."""
@@ -170,11 +171,10 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         *notes,
     )
     external = None if replays else check_servers(recipe, model, platform, here=here)
-    if not replays:
-        check_teacher(recipe, model, here=here)
+    taught = () if replays else check_teacher(recipe, model, here=here)
     committed = _read_whole(recipe, committed, rows, with_sets(digests, sets))
     return Preflight(
-        plan, platform, model, rows, prompts.num_dropped, len(held_out), notes, external, digests, committed
+        plan, platform, model, rows, prompts.num_dropped, len(held_out), notes, external, digests, committed, taught
     )
 
 

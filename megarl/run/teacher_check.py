@@ -13,15 +13,15 @@ from megarl.rewards.check import read_key
 from megarl.serving.server_flags import SPARE_TOKENS
 
 
-def check_teacher(recipe: Recipe, model: ModelConfig, *, here: bool = True) -> None:
-    """Whether the teacher's servers can be asked about samples. Raises UserError.
+def check_teacher(recipe: Recipe, model: ModelConfig, *, here: bool = True) -> tuple[float, ...]:
+    """Whether the teacher's servers can be asked about samples; by what they say a teacher is known (`check_teachers`).
 
     model: the policy's. here: whether the run will be on this machine: elsewhere it may reach what is out of reach here, and
-    nobody is asked.
+    nobody is asked. Raises UserError.
     """
     teacher, columns = recipe.teacher, served_columns(recipe)
     if teacher is None or teacher.servers is None:
-        return
+        return ()
     top = recipe.algorithm.distill_top_k if TEACHER_TOP in columns else 0
     if top > model.vocab_size:
         raise UserError(
@@ -30,9 +30,9 @@ def check_teacher(recipe: Recipe, model: ModelConfig, *, here: bool = True) -> N
         )
     key = read_key(teacher.servers.key_env, "teacher.servers") or ""
     if not here:
-        return
+        return ()
     from megarl.serving.external import probe_ids  # with a client, which takes a while to load
     from megarl.serving.teacher import Wanted, check_teachers
 
     probe = probe_ids(load_tokenizer(recipe.model.path).encode)
-    check_teachers(teacher.servers.urls, key, Wanted(probe, longest_sample(recipe) + SPARE_TOKENS, top))
+    return check_teachers(teacher.servers.urls, key, Wanted(probe, longest_sample(recipe) + SPARE_TOKENS, top))

@@ -71,14 +71,16 @@ def _train(
     checked = preflight(loaded.recipe, sources=loaded.sources, resume=resume, forgets=go_on)
     recipe = (loaded := share_cores(loaded)).recipe
     if reads:
-        check_journal(recipe, checked.digests)
+        check_journal(recipe, checked.digests, checked.taught)
     predicted = place(recipe).predicted
     lines = [*checked.lines(), *([predicted.summary()] if predicted else [])]
     from megarl.run.session import train_session
 
     with opened(loaded, lines, checked.committed, stop, go_on, recovered=recoveries.again) as run:
         recoveries.tell()
-        begin_journal(recipe, checked.digests, keeps=reads)  # no sooner: until here the folder may be another life's
+        begin_journal(
+            recipe, checked.digests, checked.taught, keeps=reads
+        )  # no sooner: until here the folder may be another life's
         with run.timer.phase("start"):
             session = run.stack.enter_context(train_session(recipe, checked, run.timer, scratch, kept))
             recorder = Recorder(

@@ -6,9 +6,10 @@ Not for servers of the run's own (server.py), whose model and version are the ru
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
+from typing import Any
 from urllib.parse import urlsplit
 
 from megarl.core.errors import DeadlineError, MegarlError, UnfitServerError, UserError
@@ -26,10 +27,10 @@ class ModelFacts:
     """What a server serves, as it says itself.
 
     name: the served model's name, the last part of a path. architectures: as the model's config.json has them.
-    context: longest sequence, in tokens. probe_ids: PROBE in its tokenizer. sglang: the version of SGLang. device: cuda or cpu.
-    weight_version: of its weights now. tp: its tensor-parallel size; replicas: copies of the model that one address answers for;
-    stages: of its pipeline. routing: whether it returns which experts it chose. store: the flag by which it keeps keys and values
-    where no weight update empties them. run: which run sends it weights, or did when it was killed; empty: none.
+    context: longest sequence that it takes, in tokens. probe_ids: PROBE in its tokenizer. sglang: the version of SGLang. device:
+    cuda or cpu. weight_version: of its weights now. tp: its tensor-parallel size; replicas: copies of the model that one address
+    answers for; stages: of its pipeline. routing: whether it returns which experts it chose. store: the flag by which it keeps
+    keys and values where no weight update empties them. run: which run sends it weights, or did when it was killed; empty: none.
     """
 
     name: str
@@ -75,7 +76,7 @@ async def identify(endpoint: ServerEndpoint, deadline_s: float = ANSWER_S) -> Mo
     return ModelFacts(
         name=PurePath(field(model, "served_model_name", str, of_model)).name,
         architectures=tuple(map(str, field(model, "architectures", list, of_model))),
-        context=field(tokens, "max_model_len", int, of_tokens),
+        context=longest_taken(server, of_server),
         probe_ids=tuple(field(tokens, "tokens", list, of_tokens)),
         sglang=field(server, "version", str, of_server),
         device=field(server, "device", str, of_server),
@@ -87,6 +88,14 @@ async def identify(endpoint: ServerEndpoint, deadline_s: float = ANSWER_S) -> Mo
         run=run,
         store=next((flag for flag in STORES if server.get(flag.strip("-").replace("-", "_"))), ""),
     )
+
+
+def longest_taken(server: Mapping[str, Any], where: str) -> int:
+    """The longest sequence, in tokens, that a server's context and its KV cache have room for, by its /server_info.
+
+    Of both the smaller, less 6, is its max_req_input_len (SGLang 0.5.21, managers/tp_worker.py). Raises AnswerError.
+    """
+    return field(server, "max_req_input_len", int, where) + 6
 
 
 def probe_ids(encode: Callable[[str], Sequence[int]]) -> tuple[int, ...]:
@@ -220,10 +229,10 @@ def _of_run(url: str, run: str, version: str) -> str:
 def _other_flags(url: str, facts: ModelFacts, expected: ModelFacts) -> str | None:
     if facts.context < expected.context:
         return (
-            f"The external server {url} takes sequences of {facts.context} tokens at most; the recipe's take up to "
-            f"{expected.context}, with what SGLang keeps of a context. Start it with --context-length "
-            f"{expected.context}, or lower data.max_prompt_tokens or "
-            "rollout.max_response_tokens."
+            f"The external server {url} takes sequences of {facts.context} tokens at most, by its context or its KV cache; the "
+            f"recipe's take up to {expected.context}, with what SGLang keeps of both. Start it with --context-length "
+            f"{expected.context} and memory for as many tokens (--mem-fraction-static, --max-total-tokens), or lower "
+            "data.max_prompt_tokens or rollout.max_response_tokens."
         )
     if facts.replicas > 1 or facts.stages > 1:
         return (

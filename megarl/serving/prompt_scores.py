@@ -19,6 +19,9 @@ from megarl.serving.answers import ABOVE_ZERO, AnswerError, column, cut, field, 
 from megarl.serving.sampling import prompt_key
 
 TOP = "input_top_logprobs_"  # before the names of an answer's fields of likeliest tokens
+# Mean difference of log-probs of one text up to which they are one model's. Kernels, dtypes of 16 bits and tensor-parallel sizes
+# make some hundredths; two models that learned from different data, some tenths at least.
+SAME_MODEL = 0.15
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class PromptScores:
     logprobs: FloatArray
     top_ids: TokenArray
     top_logprobs: FloatArray
+
+
+def distance(some: Sequence[float], others: Sequence[float]) -> float:
+    """How far log-probs of the same tokens by two models are apart: the mean of the absolute difference."""
+    return sum(abs(a - b) for a, b in zip(some, others, strict=True)) / max(1, len(some))
 
 
 def asking(token_ids: Sequence[int], first: int, top: int, *, alone: bool) -> dict[str, Any]:

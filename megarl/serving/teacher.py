@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.core.errors import DeadlineError, MegarlError, UnfitServerError, UserError
+from megarl.core.types import FloatArray
 from megarl.core.versions import pins
 from megarl.serving.answers import field
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
-from megarl.serving.external import ANSWER_S, PROBE
+from megarl.serving.external import ANSWER_S, PROBE, longest_taken
+from megarl.serving.prompt_scores import SAME_MODEL, distance
 
 SAYS_S = 60.0  # for the first log-probs: kernels may be compiled
 
@@ -27,28 +29,39 @@ class Wanted:
     top: int = 0
 
 
-def check_teachers(urls: Sequence[str], key: str, wanted: Wanted) -> None:
-    """See that every server answers, has the policy's tokens, and says their log-probs. Raises UserError."""
+def check_teachers(urls: Sequence[str], key: str, wanted: Wanted) -> tuple[float, ...]:
+    """See that every server answers, has the policy's tokens, and says their log-probs, all the same. Raises UserError.
 
-    async def ask_all() -> list[BaseException | None]:
+    Returns what the first says of the probe's tokens but the first, by which the teacher is known.
+    """
+
+    async def ask_all() -> list[FloatArray | BaseException]:
         endpoints = [ServerEndpoint(f"teacher server {at}", url, key) for at, url in enumerate(urls)]
         return await asyncio.gather(*(_check(endpoint, wanted) for endpoint in endpoints), return_exceptions=True)
 
-    for found in asyncio.run(ask_all()):
+    said = []
+    for url, found in zip(urls, asyncio.run(ask_all()), strict=True):
         if isinstance(found, UnfitServerError):
             raise UserError(str(found))
-        if found is not None:
+        if isinstance(found, BaseException):
             raise found
+        said.append(tuple(round(float(each), 4) for each in found))
+        if (apart := distance(said[0], said[-1])) > SAME_MODEL:
+            raise UserError(
+                f"The teacher's servers {urls[0]} and {url} do not serve the same model: their log-probs of the same text are "
+                f"{apart:.2f} apart on average. Serve one teacher at all of teacher.servers.urls."
+            )
+    return said[0]
 
 
-async def _check(endpoint: ServerEndpoint, wanted: Wanted) -> None:
+async def _check(endpoint: ServerEndpoint, wanted: Wanted) -> FloatArray:
     try:
         async with ServerClient(endpoint) as client:
             told = await client.ask("/tokenize", {"prompt": PROBE}, ANSWER_S)
-            where = f"{endpoint.name} /tokenize"
-            tokens, context = field(told, "tokens", list, where), field(told, "max_model_len", int, where)
-            _check_like(endpoint.url, tuple(tokens), context, wanted)
-            await client.prompt_scores(wanted.probe_ids, SAYS_S, top=wanted.top)
+            tokens = field(told, "tokens", list, f"{endpoint.name} /tokenize")
+            server = await client.ask("/server_info", deadline_s=ANSWER_S)
+            _check_like(endpoint.url, tuple(tokens), longest_taken(server, f"{endpoint.name} /server_info"), wanted)
+            return (await client.prompt_scores(wanted.probe_ids, SAYS_S, top=wanted.top)).logprobs
     except UnfitServerError:
         raise
     except (ServerUnreachableError, DeadlineError) as error:
@@ -77,7 +90,8 @@ def _check_like(url: str, tokens: tuple[int, ...], context: int, wanted: Wanted)
         )
     if context < wanted.context:
         raise UnfitServerError(
-            f"The teacher's server {url} takes sequences of {context} tokens at most; samples have up to {wanted.context}, with "
-            f"what SGLang keeps of a context. Start it with --context-length {wanted.context}, or lower data.max_prompt_tokens "
-            "or rollout.max_response_tokens."
+            f"The teacher's server {url} takes sequences of {context} tokens at most, by its context or its KV cache; samples "
+            f"have up to {wanted.context}, with what SGLang keeps of both. Start it with --context-length {wanted.context} and "
+            "memory for as many tokens (--mem-fraction-static, --max-total-tokens), or lower data.max_prompt_tokens or "
+            "rollout.max_response_tokens."
         )

@@ -38,13 +38,14 @@ def said(position: int, token: int) -> float:
     return -(position + token / 100)
 
 
-def scores(body: dict[str, Any]) -> dict[str, Any]:
+def scores(body: dict[str, Any], lower: float = 0.0) -> dict[str, Any]:
     """An answer of SGLang's to a request for log-probs of given tokens: rows from `logprob_start_len` on, the first of nothing.
 
-    The likeliest tokens at position p are p + 1 and p + 2, of the probabilities 1/2 and 1/4.
+    lower: so much less likely than `said`. The likeliest tokens at position p are p + 1 and p + 2, of the probabilities 1/2 and
+    1/4.
     """
     ids, begun = body["input_ids"], body["logprob_start_len"]
-    rows = [[None if at == begun else said(at, ids[at]), ids[at], None] for at in range(begun, len(ids))]
+    rows = [[None if at == begun else said(at, ids[at]) - lower, ids[at], None] for at in range(begun, len(ids))]
     meta: dict[str, Any] = {"input_token_logprobs": rows, "finish_reason": {"type": "length"}}
     if k := body.get("top_logprobs_num", 0):
         at = np.arange(begun + 1, len(ids))

@@ -77,6 +77,18 @@ def test_what_changes_samples_or_learning_is_refused(
     assert not steps_of(journal)
 
 
+def test_a_teacher_may_be_anywhere_and_has_to_be_the_same(tmp_path: Path) -> None:
+    """By its log-probs of a text: 0.15 apart on average at most."""
+    recipe = recipe_of(tmp_path)
+    begin_journal(recipe, ROWS, (-1.0, -2.0, -3.0, -4.0), keeps=False)
+    check_journal(recipe, ROWS, (-1.0, -2.0, -3.0, -4.59))
+    check_journal(recipe, ROWS)  # behind no address any more: teacher.path says so
+    with pytest.raises(UserError, match=r"serve another teacher: .* are 0\.20 from .*\n.*--discard-journal"):
+        check_journal(recipe, ROWS, (-1.4, -2.0, -3.0, -3.6))
+    begin_journal(recipe, ROWS, keeps=True)
+    check_journal(recipe, ROWS, (-1.0,))  # one of an older megarl says nothing of it
+
+
 def test_a_grader_may_be_at_another_address_and_be_asked_otherwise(tmp_path: Path) -> None:
     """Its server may be on another machine in every job; what it counts for is what samples are worth."""
 

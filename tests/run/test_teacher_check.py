@@ -19,7 +19,8 @@ from megarl.recipe.rules import longest_sample
 from megarl.run.teacher_check import check_teacher
 from megarl.serving.external import probe_ids
 from megarl.serving.server_flags import SPARE_TOKENS
-from tests.rollout.test_teacher import scores
+from megarl.serving.teacher import Wanted, check_teachers
+from tests.rollout.test_teacher import said, scores
 from tests.support.bad_input import Place, good_place
 from tests.support.fake_sglang import KEY, FakeSglang
 from tests.support.tiny import write_tiny_qwen
@@ -36,7 +37,9 @@ class FakeTeacher(FakeSglang):
     async def respond(self, path: str, body: dict[str, Any]) -> web.Response:
         """Its tokenizer too."""
         if path == "/tokenize":
-            return web.json_response({"tokens": self.ids, "count": len(self.ids), "max_model_len": self.context})
+            return web.json_response({"tokens": self.ids, "count": len(self.ids)})
+        if path == "/server_info":  # the smaller of its context and its KV cache, less 6
+            return web.json_response({"max_req_input_len": self.context - 6})
         return await super().respond(path, body)
 
 
@@ -86,7 +89,7 @@ def test_a_server_of_the_policys_family_is_asked_once_for_what_the_loss_needs(
         ),
         (
             lambda fake: setattr(fake, "context", fake.context - 1),
-            r"takes sequences of \d+ tokens at most; .*--context-len",
+            r"takes sequences of \d+ tokens at most, .*--context-len",
         ),
         (
             lambda fake: fake.refuse.update({"/tokenize": (401, "no")}),
@@ -115,6 +118,17 @@ def test_a_server_that_cannot_be_asked_is_refused_with_the_way_out(
     changed(teacher)
     with pytest.raises(UserError, match=rf"^The teacher's server {teacher.endpoint.url} .*{says}"):
         check(place, teacher.endpoint.url, "algorithm.distill_top_k=2")
+
+
+def test_a_teacher_is_known_by_what_it_says_and_all_servers_have_to_say_it(place: Place, teacher: FakeTeacher) -> None:
+    wanted = Wanted(tuple(teacher.ids), teacher.context)
+    urls, tokens = [teacher.endpoint.url] * 2, list(enumerate(teacher.ids))[1:]
+    assert check_teachers(urls, KEY, wanted) == pytest.approx([said(at, token) for at, token in tokens], abs=1e-4)
+    lower = iter([0.0, 0.14, 0.0, 0.16])
+    teacher.answer = lambda body: scores(body, lower=next(lower))
+    check_teachers(urls, KEY, wanted)
+    with pytest.raises(UserError, match=r"do not serve the same model: .* 0\.16 apart on average"):
+        check_teachers(urls, KEY, wanted)
 
 
 def test_what_can_be_known_without_asking_is_refused_wherever_the_run_is(

@@ -27,6 +27,7 @@ SERVER_INFO = {
     "dp_size": 1,
     "pp_size": 1,
     "enable_return_routed_experts": False,
+    "max_req_input_len": 8186,  # of 8192
 }
 
 
@@ -43,7 +44,7 @@ class Pool(FakeSglang):
                 "weight_version": self.label,
             },
             "/server_info": SERVER_INFO,
-            "/tokenize": {"tokens": [1, 2, 3], "max_model_len": 8192},
+            "/tokenize": {"tokens": [1, 2, 3]},
         }
         return web.json_response(says[path])
 
@@ -140,7 +141,7 @@ def test_one_where_nobody_listens_is_refused() -> None:
         ({"name": "Qwen3-4B"}, "serves 'Qwen3-4B'.* --served-model-name Qwen3-8B"),
         ({"architectures": ("LlamaForCausalLM",)}, "LlamaForCausalLM"),
         ({"probe_ids": (1, 2, 4)}, "another tokenizer"),
-        ({"context": 4095}, "4095 tokens at most; the recipe's take up to 4096"),
+        ({"context": 4095}, "4095 tokens at most, by .* KV cache; the recipe's take up to 4096"),
         ({"device": "cpu"}, "is on cpu and the run on cuda"),
         ({"replicas": 2}, "--dp-size 2 and --pp-size 1.*a server for each copy"),
         ({"stages": 4}, "--dp-size 1 and --pp-size 4"),
