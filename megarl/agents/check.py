@@ -8,7 +8,7 @@ from megarl.agents.environment import Message
 from megarl.agents.harness_kinds import check_harness
 from megarl.agents.loading import check_environment
 from megarl.agents.python_sandbox import check_sandboxes
-from megarl.agents.template import ASKED, ChatTemplate, assistant
+from megarl.agents.template import ASKED, STAND_IN, ChatTemplate, assistant
 from megarl.agents.tool_sources import SharedTools, open_shared, open_toolbox
 from megarl.agents.tools import ToolCall
 from megarl.core.errors import TemplateRefusalError, UserError
@@ -65,6 +65,8 @@ def _check_one(recipe: Recipe, agent: Agent, tokenizer: Tokenizer, shared: Share
             told -= len(ChatTemplate(tokenizer).prompt([ASKED])[0])
             if agent.rewritten == "split":
                 _check_results(template, where)
+        if agent.rewritten == "split":
+            _check_turns(template, where)
         rewritten = template.rewritten() if agent.max_turns > 1 else ""
     except TemplateRefusalError as error:
         raise UserError(f"{where}: {error} An agent's turns are the user's and the assistant's by turns.") from error
@@ -104,6 +106,17 @@ def _check_tools(template: ChatTemplate, names: Sequence[str], where: str, most:
     if told["content"] not in shown:
         raise UserError(f"agent.tools: the chat template of {where} leaves out what a tool gave. {remedy}")
     return len(ids)
+
+
+def _check_turns(template: ChatTemplate, where: str) -> None:
+    """That an earlier turn is rendered as the model wrote it, marks and all: gpt-oss' template refuses them. Raises UserError."""
+    try:
+        template.prompt([ASKED, assistant(template.as_written(STAND_IN)), ASKED])
+    except TemplateRefusalError as error:
+        raise UserError(
+            f"agent.rewritten: split has the chat template of {where} render earlier turns as the model wrote them. {error} "
+            "Set it to keep."
+        ) from error
 
 
 def _check_results(template: ChatTemplate, where: str) -> None:

@@ -97,6 +97,18 @@ class ChatTemplate:
         at = next((at for at, token in enumerate(ids) if token in self._special), None)
         return [] if at is None or self.shown(ids[:at]).strip() else ids[: at + 1]
 
+    def as_written(self, content: str) -> str:
+        """What a policy writes, as the template has it, to say `content`: gpt-oss' begins with its channel.
+
+        The content itself where the template opens a turn to be written otherwise than one that was.
+        """
+        said = self._text([ASKED, assistant(content)], generation_prompt=False)
+        opened = self._text([ASKED], generation_prompt=True)
+        if not said.startswith(opened):
+            return content
+        marks, found, _ = said.removeprefix(opened).partition(content)
+        return marks + content if found else content
+
     def rewritten(self) -> str:
         """How the template renders earlier turns otherwise than they were written; empty where it does not.
 

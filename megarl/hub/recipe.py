@@ -60,7 +60,7 @@ def localize(
     commits: dict[str, dict[str, str | None]] = {}
     repos: dict[str, Repo] = names_of(recipe, skip)
     # Small ones first: what is wrong with rows is known before weights are fetched.
-    models = [each for each in (*_tokenizers(recipe), *MODELS) if each in repos]
+    models: list[str] = [each for each in (*_tokenizers(recipe), *MODELS) if each in repos]
     for key in (*(each for each in (TRAIN, EVAL) if each not in skip), *models):
         repo = repos.get(key)
         at = None if repo is None else _pinned(repo, taken.get(key)) or resolve(repo, key)

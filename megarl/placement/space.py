@@ -39,7 +39,7 @@ class Space:
     """
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
-    pp: tuple[int, ...] = (1, 2, 4, 8, 16)
+    pp: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)
     vpp: tuple[int, ...] = (1, 2)
     cp: tuple[int, ...] = (1, 2, 4, 8)
     ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)

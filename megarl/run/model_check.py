@@ -7,7 +7,7 @@ from typing import TypeVar
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.core.platform import Platform
-from megarl.data.chat import load_tokenizer, turn_end
+from megarl.data.chat import Tokenizer, load_tokenizer, turn_end
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import load_model_config
 from megarl.models.lora_settings import LoraSettings, adaptable
@@ -16,6 +16,7 @@ from megarl.recipe.roles import ALL_LINEARS
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe, SupervisedRecipe
 
+CLOCK = "strftime_now("  # what a template asks for the date
 R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
 
 END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3: SGLang ends a response at it whatever the configs say
@@ -87,13 +88,42 @@ def check_experts(recipe: AnyRecipe, model: ModelConfig, platform: Platform) -> 
         )
 
 
-def end_notes(recipe: AnyRecipe, model: ModelConfig) -> tuple[str, ...]:
+def _writes_day(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template writes the day into a prompt, as gpt-oss' and Llama 3.2's do unless they are given one."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or CLOCK not in template:
+        return False
+    asked = [{"role": "user", "content": "1+1"}]
+
+    def rendered(day: str) -> str:
+        # In the place of the function a text, whose method of that name gives it back.
+        dated = template.replace(CLOCK, f"'{day}'.format(")
+        return str(tokenizer.apply_chat_template(asked, tokenize=False, chat_template=dated))
+
+    try:
+        return rendered("one day") != rendered("another")
+    except Exception:  # as of `apply_template`; told of with the rows
+        return False
+
+
+def template_notes(recipe: AnyRecipe, model: ModelConfig) -> tuple[str, ...]:
+    """Lines for a chat template that ends turns by what ends no response, or that writes the day."""
+    folder = recipe.model.path
+    tokenizer = load_tokenizer(folder, recipe.data.chat_template_kwargs)
+    day = (
+        f"the chat template of {folder} writes the day into its texts, that of each start of the run: on another day a run that "
+        "goes on has other tokens there. Where the template takes a date, data.chat_template_kwargs may give it one"
+    )
+    ends = () if isinstance(recipe, RmRecipe) else _end_notes(recipe, model, tokenizer)
+    return (*ends, *([day] if _writes_day(tokenizer) else []))
+
+
+def _end_notes(recipe: AnyRecipe, model: ModelConfig, tokenizer: Tokenizer) -> tuple[str, ...]:
     """A line for a chat template that ends the assistant's turn by a token that ends no response: each may run to its limit.
 
     Of supervised runs, because of the model that they leave.
     """
     folder = recipe.model.path
-    tokenizer = load_tokenizer(folder, recipe.data.chat_template_kwargs)
     stop, key = (recipe.rollout.stop, ", or to rollout.stop") if isinstance(recipe, Recipe) else ((), "")
     generation, more = folder / "generation_config.json", None
     if generation.is_file():

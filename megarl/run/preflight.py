@@ -41,11 +41,11 @@ from megarl.recipe.keep_rules import keep_notes
 from megarl.recipe.rollout_rules import longest_served, served_parts
 from megarl.recipe.sampling_rules import staleness_notes
 from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
+from megarl.recipe.supervised import SupervisedRecipe
 from megarl.rewards.check import check_graders, taken_back_notes
 from megarl.run.devices import check_devices, check_room_beside
 from megarl.run.exported import EXPORT, exported_step
-from megarl.run.model_check import check_experts, check_head, check_lora, end_notes
+from megarl.run.model_check import check_experts, check_head, check_lora, template_notes
 from megarl.run.resume_check import check_resumed
 from megarl.run.rows_check import (
     check_best,
@@ -166,7 +166,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         *keep_notes(recipe),
         *taken_back_notes(recipe.reward, sources),
         *_without_effect(recipe, platform),
-        *end_notes(recipe, model),
+        *template_notes(recipe, model),
         *row_notes(recipe, recipe.data.train, prompts, tool_tokens),
         *notes,
     )
@@ -193,7 +193,7 @@ def preflight_eval(recipe: Recipe) -> Preflight:
         held_out, notes = _eval_rows(recipe, model, tool_tokens)
         check_graded(recipe, (), held_out)
         external = check_servers(recipe, model, platform, own_weights=True)
-        notes = (*end_notes(recipe, model), *notes)
+        notes = (*template_notes(recipe, model), *notes)
     return Preflight(plan, platform, model, 0, 0, len(held_out), notes, external)
 
 
@@ -223,8 +223,12 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     check_best_label(recipe, held_out)
     sets = supervised.rows_by_set(rows, recipe.data)
     trained = sum(map(len, sets.values())) or len(rows)
-    ends = () if isinstance(recipe, RmRecipe) else end_notes(recipe, model)
-    notes = (*_rows_again(recipe, trained), *label_notes(recipe, rows, sets), *keep_notes(recipe), *ends)
+    notes = (
+        *_rows_again(recipe, trained),
+        *label_notes(recipe, rows, sets),
+        *keep_notes(recipe),
+        *template_notes(recipe, model),
+    )
     committed = _read_whole(recipe, committed, trained, with_sets(rows.digests, sets))
     return Preflight(
         plan, platform, model, trained, rows.num_dropped, sum(map(len, held_out)), notes, committed=committed

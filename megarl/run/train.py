@@ -78,9 +78,7 @@ def _train(
 
     with opened(loaded, lines, checked.committed, stop, go_on, recovered=recoveries.again) as run:
         recoveries.tell()
-        begin_journal(
-            recipe, checked.digests, checked.taught, keeps=reads
-        )  # no sooner: until here the folder may be another life's
+        begin_journal(recipe, checked.digests, checked.taught, keeps=reads)  # this life has the folder now
         with run.timer.phase("start"):
             session = run.stack.enter_context(train_session(recipe, checked, run.timer, scratch, kept))
             recorder = Recorder(

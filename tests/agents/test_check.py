@@ -12,6 +12,7 @@ import pytest
 from megarl.agents.check import check_agent
 from megarl.agents.environments.maze import Maze
 from megarl.agents.loading import BUILT_IN, open_environment
+from megarl.agents.template import ChatTemplate
 from megarl.core.errors import UserError
 from megarl.recipe.agent import BUILT_IN_ENVIRONMENTS, Agent
 from tests.agents.forms import make_tokenizer
@@ -157,6 +158,22 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_or_kept_as_the_recipe
         for tokenizer, turns in (("llama3", 2), ("qwen3", 1)):
             with pytest.raises(UserError, match=rf"{otherwise} is for .* rewrites none\. Remove the key"):
                 check(tmp_path, make_tokenizer(tokenizer), environment="maze", rewritten=otherwise, max_turns=turns)
+
+
+def test_a_template_that_refuses_turns_as_its_model_writes_them_is_not_split(tmp_path: Path) -> None:
+    """As gpt-oss' does: its turns begin with a channel, which the content of a message may not have."""
+    harmony = """{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+    {%- if '<|channel|>' in message.content %}{{- raise_exception('channel tags in the content') }}{% endif %}
+    {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+    {%- else %}{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}
+    {%- endfor %}
+    {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}"""
+    tokenizer = make_tokenizer("llama3", template=harmony)
+    assert ChatTemplate(tokenizer).as_written("Blue.") == "<|channel|>final<|message|>Blue."
+    check(tmp_path, tokenizer, environment="maze", rewritten="keep")
+    with pytest.raises(UserError, match=r"agent\.rewritten: split .*channel tags in the content.* Set it to keep\."):
+        check(tmp_path, tokenizer, environment="maze", rewritten="split")
 
 
 def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:

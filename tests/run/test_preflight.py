@@ -130,6 +130,20 @@ def test_rows_that_are_too_long_beside_what_is_told_of_tools_are_told_of(place: 
     assert run(place, *tools, "data.max_prompt_tokens=900").notes == ()
 
 
+def test_a_template_that_writes_the_day_is_told_of(place: Place) -> None:
+    """As gpt-oss' does; Llama 3.2's takes a date in its place, and others know the function and do not call it here."""
+    template = place.model / "chat_template.jinja"
+    plain = template.read_text()
+    template.write_text(
+        "{%- if not day is defined %}{%- set day = strftime_now('%d %b') %}{% endif %}{{ day }}" + plain
+    )
+    [note] = run(place).notes
+    assert "writes the day into its texts" in note
+    assert run(place, "data.chat_template_kwargs={day: 26 Jul}").notes == ()
+    template.write_text("{%- if tools %}{{ strftime_now('%d %b') }}{% endif %}" + plain)
+    assert run(place).notes == ()
+
+
 def test_a_turn_whose_end_ends_no_response_is_told_of(place: Place) -> None:
     assert run(place).notes == ()
     template, generation = place.model / "chat_template.jinja", place.model / "generation_config.json"
