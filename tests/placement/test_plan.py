@@ -118,6 +118,15 @@ def test_a_critic_on_devices_of_its_own_learns_beside_the_next_rollout() -> None
         ElementTree.fromstring(gantt(best))
 
 
+def test_six_devices_are_cut_into_three_stages_where_halves_do_not_fit() -> None:
+    six = make_cluster("H100", 1, 6)
+    small = replace(six, device=replace(six.device, memory_bytes=28 * GIB))
+    with pytest.raises(UserError, match="actor alone does not fit"):
+        make_plan(workload(LLAMA_7B, GRPO), small, top=1, space=Space(pp=(1, 2, 4, 8, 16)))
+    [pool] = make_plan(workload(LLAMA_7B, GRPO), small, top=1).best.pools
+    assert next(role.shape for role in pool.roles if role.role == "actor").startswith("tp2 pp3 ")
+
+
 def test_what_does_not_fit_is_refused_with_the_smallest_cluster() -> None:
     small = make_cluster("L40S", 1, 1)
     with pytest.raises(UserError, match=r"actor .*alone.* do not fit|actor .*alone does not fit") as caught:
