@@ -20,7 +20,7 @@ from megarl.core import janitor
 from megarl.core.endings import Ending, Endings
 from megarl.core.ports import kept_port
 from megarl.core.process_state import stopped_of
-from megarl.core.scratch import REGISTRY, temporary
+from megarl.core.scratch import REGISTRY, make_folder, temporary
 from megarl.core.versions import code_digest, installed
 from megarl.hub.fetch import fetch_again
 
@@ -35,7 +35,7 @@ class NodeActor:
     def __init__(self, address: str, run_id: str) -> None:
         self._address = address
         self._run_id = run_id
-        self._temp = Path(tempfile.mkdtemp(prefix="megarl-"))
+        self._temp = make_folder(Path(tempfile.gettempdir()))
         temporary(self._temp).mkdir()
         self._echo: Echo | None = None
         self._kept: deque[socket.socket] = deque(maxlen=PORTS_KEPT)  # one that is pushed out is closed

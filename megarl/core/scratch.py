@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,37 @@ from megarl.core import janitor
 
 TMPDIR = "TMPDIR"
 REGISTRY = "shared_memory.txt"
+PREFIX, BOOT = "megarl-", ".boot"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another each time that the machine starts
+
+
+def make_folder(parent: Path, name: str | None = None) -> Path:
+    """A folder `megarl-...` of a run on this machine, for this user alone, marked for `sweep`. name: a given one."""
+    sweep(parent, PREFIX)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)) if name is None else parent / name
+    if name is not None:
+        folder.mkdir(mode=0o700)
+    mark(folder)
+    return folder
+
+
+def mark(folder: Path) -> None:
+    """Note since which start of which machine a folder is there."""
+    (folder / BOOT).write_text(_boot())
+
+
+def sweep(parent: Path, prefix: str) -> None:
+    """Remove marked folders that begin so, of this machine before it was last started: no janitor outlives a loss of power."""
+    now = _boot()
+    for path in parent.glob(f"{prefix}*/{BOOT}"):
+        with suppress(OSError):  # another user's
+            before = path.read_text()
+            if before != now and before.partition(" ")[0] == now.partition(" ")[0]:
+                shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _boot() -> str:
+    return f"{socket.gethostname()} {BOOT_ID.read_text().strip()}"
 
 
 def temporary(folder: Path) -> Path:
@@ -42,7 +75,7 @@ class Scratch:
         """Make it, and let this process and those that it starts from now on use it for what is temporary."""
         run_id = secrets.token_hex(8)
         # Ray's sockets live here, and their paths must stay short.
-        folder = Path(tempfile.mkdtemp(prefix="megarl-"))
+        folder = make_folder(Path(tempfile.gettempdir()))
         scratch = cls(
             run_id, folder, janitor.start(run_id, folder / REGISTRY, folders=[folder]), os.environ.get(TMPDIR)
         )

@@ -29,6 +29,7 @@ from megarl.core import janitor
 from megarl.core.limits import raise_open_files
 from megarl.core.platform import visible_cuda_devices
 from megarl.core.ports import free_port
+from megarl.core.scratch import make_folder
 from megarl.launch.words import ALIVE_EVERY_S, Message, Word
 
 RAY_STARTED = "Ray runtime started."
@@ -140,7 +141,7 @@ class Node:
         if few := few_cpus(spec, len(visible_cuda_devices())):
             print(f"megarl: warning: {self._name} ({self._address}) {few}", file=sys.stderr, flush=True)
         try:
-            spec.temp.mkdir(mode=0o700)
+            make_folder(spec.temp.parent, spec.temp.name)
         except OSError as error:
             raise self._failed(f"{self._name} cannot make the folder {spec.temp}: {error.strerror}") from error
         # Outlives this process where it is killed alone, and removes what it has left.

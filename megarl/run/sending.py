@@ -15,6 +15,7 @@ from megarl.cluster.slots import ServerSlot, Slot, ranks_beside
 from megarl.core.janitor import SHARED_MEMORY, register_folder
 from megarl.core.layout import Layout
 from megarl.core.log import get_logger
+from megarl.core.scratch import mark, sweep
 from megarl.models.config import ModelConfig
 from megarl.models.fp8_weights import quantised
 from megarl.models.parts import first_copy
@@ -113,8 +114,10 @@ def _versions(runtime: Runtime, recipe: Recipe, servers: Sequence[ServerSlot], w
     name = f"weights-{runtime.run_id}-{secrets.token_hex(2)}"
     folder = (recipe.sync.folder or runtime.folder).absolute() / name
     _remove_former(folder.parent / f"weights-{runtime.run_id}-*")
+    sweep(folder.parent, "weights-")
     register_folder(runtime.scratch.registry, folder)
     folder.mkdir(parents=True)
+    mark(folder)
     # A server that is on several nodes, or that somebody else started, is told one path for all of its processes.
     in_place = recipe.rollout.external is not None or any(len(slot.parts) > 1 for slot in servers)
     # SGLang makes all quantised weights ready after each load, those that did not come as well.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.scratch import TMPDIR, Scratch
+from megarl.core.scratch import BOOT, TMPDIR, Scratch, mark
 
 DRIVER = """
 import os, signal, tempfile
@@ -32,6 +33,23 @@ def test_temporary_files_go_with_the_folder(tmp_path: Path, monkeypatch: pytest.
         assert all(Path(path).is_relative_to(scratch.folder) and Path(path).exists() for path in made)
     assert list(tmp_path.iterdir()) == []
     assert os.environ[TMPDIR] == tempfile.gettempdir() == str(tmp_path)
+
+
+def test_what_a_loss_of_power_has_left_goes_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No janitor saw to it. What is of another machine, whose temporary folder this may be as well, stays; so does one in use."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lost, used, foreign, unmarked, other = (
+        tmp_path / name for name in ("megarl-a", "megarl-b", "megarl-c", "megarl-d", "x")
+    )
+    for folder in (lost, used, foreign, unmarked, other):
+        (folder / "tmp").mkdir(parents=True)
+    mark(used)
+    for folder, host in ((lost, socket.gethostname()), (foreign, "elsewhere"), (other, socket.gethostname())):
+        (folder / BOOT).write_text(f"{host} 5e0c91d2-0000")
+    with Scratch.open() as scratch:
+        assert {*tmp_path.iterdir()} == {used, foreign, unmarked, other, scratch.folder}
 
 
 def test_a_killed_process_leaves_none(tmp_path: Path) -> None:
