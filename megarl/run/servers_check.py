@@ -41,6 +41,7 @@ NO_HEAD_DIM = ("qwen2_moe", "mixtral")  # families that SGLang builds without it
 OWN_HEADS = ("qwen2_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss")  # families that SGLang builds with a head of its own
 BUILT_AS_STORED = ("gpt_oss",)  # families of which SGLang builds parts in the dtype that the config names
 UNREAD_CALLS = ("gpt_oss",)  # families that write calls of tools which SGLang's parsers pass over
+MARK = "servers_mark"  # in a run's folder
 HUB_CACHE = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/COMMIT
 
 
@@ -255,9 +256,21 @@ def _check_hashes(recipe: Recipe, model: ModelConfig, platform: Platform) -> Non
 
 
 def run_mark(run: Run) -> str:
-    """What tells a run's weights at a server from another run's: the same each time that it goes on, where its folder stays."""
-    folder = hashlib.sha256(os.fsencode(run.folder.resolve())).hexdigest()[:8]
-    return f"{run.name}-{folder}"
+    """What tells a run's weights at a server from another run's: the same each time that it goes on, on whatever machine.
+
+    It is in the run's folder once servers were marked (`keep_mark`); until then it is of this machine and the folder's path.
+    """
+    kept = run.folder / MARK
+    if kept.is_file():
+        return f"{run.name}-{kept.read_text().strip()}"
+    place = os.fsencode(f"{socket.gethostname()}:{run.folder.resolve()}")
+    return f"{run.name}-{hashlib.sha256(place).hexdigest()[:8]}"
+
+
+def keep_mark(run: Run) -> None:
+    """Write into the run's folder what its servers know it by. Raises OSError."""
+    if not (run.folder / MARK).exists():
+        (run.folder / MARK).write_text(run_mark(run).rpartition("-")[2])
 
 
 def model_name(folder: Path) -> str:

@@ -40,13 +40,14 @@ from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.scoring import served_columns
 from megarl.recipe.supervised import SupervisedRecipe
 from megarl.run.cores import server_threads
+from megarl.run.ending import writing
 from megarl.run.kept import Kept
 from megarl.run.preflight import Preflight
 from megarl.run.recovery import goes_on
 from megarl.run.role_specs import ACTOR, CRITIC, TEACHER, role_specs, supervised_specs
 from megarl.run.sending import pool_slots, sending_of
 from megarl.run.server_spec import server_spec
-from megarl.run.servers_check import lora_at_servers
+from megarl.run.servers_check import keep_mark, lora_at_servers
 from megarl.serving.external import ExternalPool
 from megarl.serving.router import RouterSpec
 from megarl.training.spec import RoleSpec
@@ -306,6 +307,9 @@ def train_session(
     """Start servers, collector and ranks side by side; on leaving, end everything but what another life takes over."""
     layouts, kept = role_layouts(recipe), kept or Kept()
     with kept.life(lambda: _runtime(recipe, checked, recipe.run.folder, recipe.cluster.devices, scratch)) as runtime:
+        if checked.external is not None:
+            with writing(recipe.run.folder):
+                keep_mark(recipe.run)
         waiter, pool = Waiter(timer, runtime.nodes), kept.take()
         slots = pool.slots if pool is not None else _server_slots(runtime, recipe)
         check_beside(recipe, beside=share_no_device(runtime.slots, slots))

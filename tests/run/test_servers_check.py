@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from megarl.run.servers_check import (
     check_alone,
     check_calls,
     check_servers,
+    keep_mark,
     model_name,
     run_mark,
 )
@@ -147,10 +149,21 @@ def test_float32_is_for_servers_whose_attention_takes_it(place: Place) -> None:
         check(cuda, "model.dtype=float32")
 
 
-def test_a_run_is_known_by_its_name_and_its_folder(tmp_path: Path) -> None:
-    mark = run_mark(Run(name="a", dir=tmp_path))
-    assert mark == run_mark(Run(name="a", dir=tmp_path)) and mark.startswith("a-")
-    assert len({mark, run_mark(Run(name="b", dir=tmp_path)), run_mark(Run(name="a", dir=tmp_path / "x"))}) == 3
+def test_a_run_is_known_by_its_name_and_what_its_folder_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, moved = Run(name="a", dir=tmp_path), Run(name="a", dir=tmp_path / "moved")
+    mark = run_mark(run)
+    assert mark == run_mark(run) and mark.startswith("a-")
+    others = {run_mark(Run(name="b", dir=tmp_path)), run_mark(moved)}
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(socket, "gethostname", lambda: "elsewhere")
+        assert len({mark, run_mark(run), *others}) == 4
+    run.folder.mkdir()
+    keep_mark(run)
+    moved.folder.parent.mkdir()
+    run.folder.rename(moved.folder)
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    keep_mark(moved)
+    assert run_mark(moved) == mark
 
 
 def test_hashes_of_shared_experts_are_for_servers_that_keep_them_apart(place: Place) -> None:
