@@ -22,7 +22,7 @@ from megarl.placement.plan import smallest_cluster
 from megarl.placement.prediction import placement_plan
 from megarl.placement.search import Found
 from megarl.placement.space import Servers, one_layout
-from megarl.placement.tables import AllTables, RoleTable, RolloutTable, price_role, price_rollout
+from megarl.placement.tables import AllTables, RoleTable, RolloutTable, price_role, price_rollout, served_bytes
 from megarl.placement.workload import ACTOR, CRITIC, ROLLOUT, Workload, server_share
 from megarl.recipe.layouts import pools_of, role_layouts
 from megarl.recipe.schema import Recipe
@@ -136,7 +136,8 @@ def _role_table(role: str, layout: Layout, recipe: Recipe, workload: Workload, c
     section = getattr(recipe, role)
     learns = recipe.critic if role == CRITIC and recipe.critic is not None else recipe.actor
     choice = one_layout(layout, recipe.actor.micro_batch_tokens, learns.recompute, learns.recompute_num_layers)
-    return price_role(role, choice, np.array(["params" in section.offload]), workload, cluster)
+    offloaded = np.array([bool(section.offload)])
+    return price_role(role, choice, offloaded, workload, cluster, parts=section.offload)
 
 
 def _rollout_table(
@@ -155,6 +156,9 @@ def _rollout_table(
     # The recipe's, for the workload may be that of the recipe before a plan was applied to it.
     fraction = server_share(settings.server_args) or (SHARED_FRACTION if shared else OWN_FRACTION)
     choice = Servers(np.array([devices], np.int64) if devices else used, tp, np.array([fraction]), used)
-    offloaded = cluster.device.offloads_to_host and {"weights", "kv_cache"} <= set(settings.offload)
-    table = price_rollout(choice, np.array([offloaded]), workload, cluster, across=across)
+    offloaded = cluster.device.offloads_to_host and bool(settings.offload)
+    held = served_bytes(choice, workload, cluster)
+    parts = {"weights": held.weights, "kv_cache": held.cache}
+    stays = sum(size for part, size in parts.items() if part not in settings.offload)
+    table = price_rollout(choice, np.array([offloaded]), workload, cluster, across=across, stays=stays)
     return replace(table, per_device=per_device)

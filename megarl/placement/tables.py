@@ -6,7 +6,7 @@ fit into a device's memory alone are not there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -150,14 +150,25 @@ def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, po
     return price_role(role, choice.take(rows), offloaded > 0, workload, cluster)
 
 
-def price_role(role: str, choice: Layouts, offloaded: Mask, workload: Workload, cluster: Cluster) -> RoleTable:
-    """Bytes and seconds of these choices, whether a device holds them or not."""
+def price_role(
+    role: str,
+    choice: Layouts,
+    offloaded: Mask,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    parts: Collection[str] = ("grads", "params", "optimizer"),
+) -> RoleTable:
+    """Bytes and seconds of these choices, whether a device holds them or not. parts: what an offloaded role leaves it with."""
     cost = _costs(role, choice, workload, cluster)
     held = held_bytes(role, choice, workload, cluster)
+    kept = {"params": held.weights, "optimizer": held.optimizer}  # on the host: gradients are made anew
+    moved = sum(size for part, size in kept.items() if part in parts)
     # A frozen role's weights are on the host anyway: they only come back.
     ways = (2 if role in TRAINED else 1) * offloaded
-    cost[:, 0] += held.moved * ways / (cluster.device.host_bytes_s * cluster.rates.host)
-    rest = held.state * np.where(offloaded, OFFLOADED_SHARE, 1.0)
+    cost[:, 0] += moved * ways / (cluster.device.host_bytes_s * cluster.rates.host)
+    left = moved + (held.gradients if "grads" in parts else 0.0)
+    rest = held.state - left * np.where(offloaded, 1.0 - OFFLOADED_SHARE, 0.0)
     return RoleTable(
         layouts=choice,
         offloaded=offloaded,
@@ -226,16 +237,16 @@ def rollout_table(
 
 
 def price_rollout(
-    choice: Servers, offloaded: Mask, workload: Workload, cluster: Cluster, *, across: bool = False
+    choice: Servers, offloaded: Mask, workload: Workload, cluster: Cluster, *, across: bool = False, stays: Any = 0.0
 ) -> RolloutTable:
-    """Bytes and seconds of these choices, whether a device holds them or not."""
+    """Bytes and seconds of these choices, whether a device holds them or not. stays: bytes that an offloaded server keeps."""
     config, rates = workload.models[ROLLOUT], cluster.rates
     held = served_bytes(choice, workload, cluster)
     seconds = rollout_seconds(config, choice, held, workload, cluster)
     whole, total, flow = held.total, seconds.total, seconds.flow
     separate, shared = sync_seconds(config, workload, cluster, across=across)
     wake = rates.wake_s * offloaded
-    rest = np.where(offloaded, np.minimum(rates.offloaded_bytes, whole), whole)
+    rest = np.where(offloaded, np.minimum(rates.offloaded_bytes + stays, whole), whole)
 
     def choices(add: Any, beside: Any) -> Choices:
         cost = _no_costs(len(rest), cluster)

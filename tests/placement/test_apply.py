@@ -16,6 +16,7 @@ from megarl.placement.local import host_cluster
 from megarl.placement.own import own_placement
 from megarl.placement.placed import PlacementPlan
 from megarl.placement.recipe_plan import check_fits, predict_recipe, too_full
+from megarl.placement.sizes import model_sizes
 from megarl.placement.workload import ROLLOUT, read_model, recipe_workload
 from megarl.recipe.batch import plan_batches
 from megarl.recipe.layouts import pools_of, role_layouts
@@ -92,6 +93,29 @@ def test_an_applied_plan_has_the_servers_that_were_planned_by_the_workload_befor
     again = predict_recipe(apply_plan(before, plan), work, cluster)
     assert again.phases["rollout"] == pytest.approx(plan.best.phases["rollout"])
     assert [pool.peak_bytes for pool in again.pools] == pytest.approx([pool.peak_bytes for pool in plan.best.pools])
+
+
+def test_what_is_offloaded_in_part_leaves_the_rest_on_the_device(tmp_path: Path) -> None:
+    """In bfloat16 with 2 bytes a weight, 4 a gradient and 12 of Adam; on one device, where nothing is cut."""
+
+    def rest(key: str, parts: str) -> float:
+        """Bytes of the actor, or of the servers, that are left on the device while they are not needed."""
+        changed = recipe(tmp_path, *LARGE, "cluster.devices=1", f"{key}.offload={parts}")
+        plan = predict_recipe(changed, recipe_workload(changed, read_model(tmp_path)), make_cluster("H100", 1, 1))
+        [pool] = plan.pools
+        return next(
+            role for role in pool.roles if role.role == ("rollout" if key == "rollout" else "actor")
+        ).offloaded_bytes
+
+    write_config(tmp_path)
+    weights = model_sizes(QWEN_7B).total * 2
+    every = {parts: rest("rollout", parts) for parts in ("[]", "[weights]", "[kv_cache]", "[weights, kv_cache]")}
+    assert every["[kv_cache]"] - every["[weights, kv_cache]"] == pytest.approx(weights, rel=0.01)
+    cache = every["[weights]"] - every["[weights, kv_cache]"]
+    assert every["[]"] > cache + weights and cache > 0
+    gone = {part: rest("actor", "[]") - rest("actor", f"[{part}]") for part in ("params", "grads", "optimizer")}
+    assert gone["grads"] / gone["params"] == pytest.approx(2) and gone["optimizer"] / gone["params"] == pytest.approx(6)
+    assert rest("actor", "[grads, params, optimizer]") == pytest.approx(rest("actor", "[]") - sum(gone.values()))
 
 
 def _seconds(plan: PlacementPlan) -> dict[tuple[str, str], float]:
