@@ -49,7 +49,7 @@ class Heads:
 class Counting:
     """What a layer's bytes depend on. each: bytes of one activation. sequence: tokens of a micro-batch's longest sequence.
 
-    lora: adapters that alone are trained.
+    lora: adapters that alone are trained. padded: tokens of a micro-batch with padding, for each without.
     """
 
     config: ModelConfig
@@ -58,6 +58,7 @@ class Counting:
     kernels: Kernels
     sequence: Any
     lora: Lora | None = None
+    padded: Any = 1.0
 
     @property
     def fused(self) -> bool:
@@ -68,8 +69,8 @@ class Counting:
 
     @property
     def tokens(self) -> Any:
-        """[N] tokens of a micro-batch on one rank."""
-        return self.choice.micro_tokens / self.choice.cp
+        """[N] tokens of a micro-batch on one rank, with its sequences' padding."""
+        return self.padded * self.choice.micro_tokens / self.choice.cp
 
     @property
     def between(self) -> Any:

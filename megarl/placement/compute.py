@@ -54,7 +54,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Batches:
-    """[N] how the samples of one pass or update come to a data-parallel rank: so many micro-batches of so many tokens."""
+    """[N] how the samples of one pass or update come to a data-parallel rank: so many micro-batches of so many tokens, padded."""
 
     count: Any
     tokens: Any
@@ -64,7 +64,8 @@ def batches(samples: float, workload: Workload, choice: Layouts) -> Batches:
     """Micro-batches of the heaviest data-parallel rank when this many samples are assigned.
 
     Dealt well, the heaviest rank has the mean, or the longest sample where ranks have few; whole samples, so that one rank
-    has the mean number rounded up, none of them shorter than the shortest. A micro-batch is filled as far as they let it.
+    has the mean number rounded up, none of them shorter than the shortest. A micro-batch is filled as far as they let it; only
+    then are its sequences padded.
     """
     lengths = workload.responses
     mean = workload.prompt_tokens + lengths.mean
@@ -72,7 +73,7 @@ def batches(samples: float, workload: Workload, choice: Layouts) -> Batches:
     load = np.maximum(load, np.ceil(samples / choice.dp) * (workload.prompt_tokens + lengths.shortest))
     room = np.maximum(choice.micro_tokens - mean / 2, mean)
     count = np.maximum(np.ceil(load / room - 1e-9), 1)
-    return Batches(count, load / count)
+    return Batches(count, load / count * (1 + choice.padding / mean))
 
 
 def score_seconds(

@@ -67,7 +67,8 @@ class Role:
     trained: else it is frozen. head: whether it has an output matrix; a critic has one row. sharded: whether data-parallel
     ranks share out the optimizer's state. lora: adapters that alone are trained. shares: whether the weights are another
     role's, as those of LoRA's reference are. sequence: tokens of the longest sequence of a micro-batch; None: as
-    long as the micro-batch. passes: whether one that is trained also goes over its micro-batches without gradients.
+    long as the micro-batch. mean: tokens of a sequence, to which its padding comes; None: nothing is padded. passes: whether one
+    that is trained also goes over its micro-batches without gradients.
     """
 
     trained: bool
@@ -76,6 +77,7 @@ class Role:
     lora: Lora | None = None
     shares: bool = False
     sequence: float | None = None
+    mean: float | None = None
     passes: bool = False
 
 
@@ -88,7 +90,8 @@ def role_bytes(
 ) -> RoleBytes:
     """Bytes of a Megatron role under every choice, on its fullest pipeline rank. kernels: default: those of a GPU."""
     sequence = choice.micro_tokens if role.sequence is None else np.minimum(role.sequence, choice.micro_tokens)
-    counting = Counting(config, choice, bytes_each, kernels, sequence, role.lora if role.trained else None)
+    padded = 1.0 if role.mean is None else 1 + choice.padding / role.mean
+    counting = Counting(config, choice, bytes_each, kernels, sequence, role.lora if role.trained else None, padded)
     each = [_stage_bytes(counting, stage, role) for stage in stages(config, choice)]
     fullest = np.argmax([one.state + one.working for one in each], axis=0)
     return RoleBytes(**{name: np.choose(fullest, [getattr(one, name) for one in each]) for name in vars(each[0])})

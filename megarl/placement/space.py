@@ -86,6 +86,12 @@ class Layouts:
         """Copies of each expert."""
         return self.devices // (self.pp * self.ep * self.etp)
 
+    @property
+    def padding(self) -> Any:
+        """[N] tokens that each packed sequence is padded with, on average (`Layout.sequence_multiple`)."""
+        multiple = np.where(self.cp > 1, 2 * self.cp, 1) * np.where(self.sequence_parallel > 0, self.tp, 1)
+        return (multiple - 1) / 2
+
     def again(self, layers: Any) -> Any:
         """[N] which share of a pipeline rank's layers is recomputed whole. layers: [N] or a number, of the rank."""
         return (self.recompute == FULL) * np.minimum(1.0, self.recomputed * self.vpp / layers)

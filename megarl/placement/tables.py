@@ -287,6 +287,7 @@ def held_bytes(role: str, choice: Layouts, workload: Workload, cluster: Cluster)
         lora=workload.lora if role == ACTOR else None,
         shares=role == REFERENCE and workload.lora is not None,
         sequence=workload.longest_sample,
+        mean=workload.prompt_tokens + workload.responses.mean,
         passes=role == CRITIC or (role == ACTOR and scored),
     )
     held = role_bytes(workload.models[role], choice, workload.bytes_each, use, cluster.device.kernels)

@@ -16,7 +16,7 @@ from megarl.models.known_configs import known_config
 from megarl.placement.cluster import make_cluster
 from megarl.placement.compute import batches, core_share, score_seconds, update_seconds
 from megarl.placement.generation import rollout_seconds, step_model
-from megarl.placement.lengths import lognormal
+from megarl.placement.lengths import counted, lognormal
 from megarl.placement.links import all_gather_s, all_to_all_s, group_bytes_s
 from megarl.placement.memory import Role, role_bytes, server_bytes
 from megarl.placement.sizes import kv_bytes, model_sizes
@@ -263,3 +263,19 @@ def test_decode_of_equal_lengths_by_hand() -> None:
     step = weights + cache + 28 * rates.decode_layer_s + rates.decode_s + rates.decode_request_s
     assert seconds.tail[0] == pytest.approx(999 * step, rel=0.01)
     assert seconds.full[0] == 0
+
+
+def test_short_sequences_take_what_they_are_padded_with() -> None:
+    """Of tp 8 and cp 2 to a multiple of 32: by 15.5 tokens on average: each length is as likely as another."""
+    layout = Layout(world_size=16, tp=8, cp=2, sequence_parallel=True)
+    lengths = np.arange(129, 257)
+    padding = float((-lengths % layout.sequence_multiple).mean())
+    padded = one_layout(layout, 4096)
+    assert padded.padding[0] == 15.5 == padding
+    assert one_layout(Layout(world_size=1), 4096).padding[0] == 0
+    work = workload(LLAMA_7B, prompt_tokens=0.0, responses=counted([200], 200))
+    dealt = batches(work.samples, work, padded)
+    assert dealt.tokens[0] * dealt.count[0] == pytest.approx(work.samples * 215.5)
+    plain, short = (role_bytes(LLAMA_7B, padded, 2, Role(True, True, mean=mean)) for mean in (None, 200.0))
+    assert short.activations[0] / plain.activations[0] == pytest.approx(215.5 / 200, rel=0.005)
+    assert short.state == plain.state
