@@ -111,7 +111,7 @@ def test_what_needs_no_role_needs_none(name: Any) -> None:
     [
         (Algorithm(advantage="gae"), "asks for values, which only a critic can give: add a section `critic`"),
         (Algorithm(advantage="distill"), "asks for teacher_logprobs, which only a teacher can give"),
-        (Algorithm(advantage="nowhere.at:all"), "there is no module 'nowhere'"),
+        (Algorithm(advantage="no_such_package.at:all"), "there is no module 'no_such_package'"),
         (Algorithm(advantage=mine("by_medium")), "Did you mean 'by_median'"),
         (Algorithm(advantage=mine("NOT_A_FUNCTION")), "it is a int, not a function"),
         (Algorithm(advantage=mine("nothing_to_work_on")), "asks for none of"),

@@ -32,7 +32,8 @@ def graded(responses: list[str], fn: str = ":naughty", workers: int = 1, timeout
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if "megarl.rewards.worker" in child.cmdline()]
+    alive = (child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE)
+    return [child for child in alive if "megarl.rewards.worker" in child.cmdline()]
 
 
 def test_grades_come_back_to_those_who_asked() -> None:
