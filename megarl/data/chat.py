@@ -244,10 +244,11 @@ def apply_template(
     *,
     generation_prompt: bool,
     tools: Sequence[dict[str, Any]] = (),
+    closed: bool = False,
 ) -> str:
     """As `render`, of messages that are no row's. tools: JSON schemas of functions that the model may call.
 
-    Without what some templates close a whole conversation with, such as Phi's: there is nothing like it where a model goes on.
+    closed: with what some templates close a whole conversation with, such as Phi's; nothing like it is there where a model goes on.
     Raises TemplateRefusalError.
     """
     if DEVELOPER not in str(tokenizer.chat_template):  # OpenAI's newer name; Qwen's templates leave out what has it
@@ -270,15 +271,21 @@ def apply_template(
         raise TemplateRefusalError(
             f"the model's chat template refuses these messages ({error}); their roles are {roles}."
         ) from error
-    if not generation_prompt and str(text).endswith(closing := _closing(tokenizer, str(text))):
+    if not (generation_prompt or closed) and str(text).endswith(closing := _closing(tokenizer, str(text))):
         return str(text).removesuffix(closing)
     return str(text)
 
 
 def _closing(tokenizer: Tokenizer, text: str) -> str:
-    """The end token, where the template of a text that ends with it puts it behind a user's message as well; else empty."""
+    """The end token, where the template of a text that ends with it puts it behind a user's message as well; else empty.
+
+    Empty, too, where no other special token ends the turn.
+    """
     end = str(tokenizer.eos_token or "")
     if not end or not text.endswith(end):
+        return ""
+    said = text.removesuffix(end).rstrip()
+    if not any(token.special and said.endswith(token.content) for token in tokenizer.added_tokens_decoder.values()):
         return ""
     asked = [{"role": "user", "content": "1+1"}]
     try:

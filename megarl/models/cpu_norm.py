@@ -41,7 +41,9 @@ class _Normed(torch.autograd.Function):
         rows, factor = scale.reshape(-1, 1), None if weight is None else weight.to(scale.dtype)
         products = g * wide
         sums = products.sum(-1, keepdim=True) if factor is None else torch.mv(products, factor).unsqueeze(-1)
-        of_weight = None if weight is None else products.mul_(rows).sum(0).to(weight.dtype)
+        of_weight = (
+            None if weight is None or not ctx.needs_input_grad[1] else products.mul_(rows).sum(0).to(weight.dtype)
+        )
         of_x = torch.mul(g, rows if factor is None else factor, out=products)
         if factor is not None:
             of_x.mul_(rows)
@@ -64,7 +66,7 @@ def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | No
     """aten's `_fused_rms_norm`: the norm over the last dimensions, `shape`, and what each row was multiplied by."""
     lead = x.shape[: x.dim() - len(shape)]
     flat = None if weight is None else weight.reshape(-1)
-    exact = torch.finfo(x.dtype).eps if eps is None else eps
+    exact = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
     normed, scale = _Normed.apply(x.reshape(*lead, math.prod(shape)), flat, exact)  # type: ignore[no-untyped-call]
     return normed.reshape(x.shape), scale.reshape(*lead, *[1] * len(shape))
 

@@ -47,9 +47,11 @@ class _Factors:
 
     def of(self, angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """In float32, times a scale."""
-        if self._last is None or self._last[1] != scale or not torch.equal(self._last[0], angles):
-            self._last = angles, scale, (angles.cos() * scale).float(), (angles.sin() * scale).float()
-        return self._last[2:]
+        last = self._last
+        if last is None or last[1] != scale or not torch.equal(last[0], angles):
+            # A copy: who gave the angles may change them.
+            last = self._last = angles.clone(), scale, (angles.cos() * scale).float(), (angles.sin() * scale).float()
+        return last[2:]
 
 
 def install(rope_utils: ModuleType) -> None:

@@ -59,7 +59,7 @@ class ClassifyForm:
 
     def _asking(self, messages: list[Message]) -> dict[str, Any]:
         # The policy's words are no marks of turns here: it could praise itself in the user's name.
-        text = apply_template(self._tokenizer, self._spelled.as_text(messages), generation_prompt=False)
+        text = apply_template(self._tokenizer, self._spelled.as_text(messages), generation_prompt=False, closed=True)
         return {"input_ids": self._spelled.encode(text).tolist()}
 
 

@@ -208,6 +208,11 @@ def test_what_closes_a_whole_conversation_is_no_part_of_a_turn() -> None:
     assert apply_template(tokenizer, talk, generation_prompt=False) == whole
     assert turn_end(tokenizer) == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert turn_mark(tokenizer) == "<|im_start|>assistant"
+    # A model that reads a conversation as a whole, as those that score it, has it as its template does.
+    assert apply_template(tokenizer, talk, generation_prompt=False, closed=True) == f"{whole}<s>"
+    # Where nothing else ends a turn, it does.
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", "")
+    assert apply_template(tokenizer, talk, generation_prompt=False).endswith("2<s>")
     # Where it ends the assistant's turn it stays; so it does where each message ends by it.
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] + (eos_token if m['role'] == 'assistant' else '') }}{% endfor %}"

@@ -45,6 +45,12 @@ def test_norm_and_gradients_are_the_formula_s(dtype, shape, dims, weighted, colu
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_epsilon_that_nobody_gives_is_torch_s(dtype):
+    x, wide = torch.full((2, 8), 1e-4, dtype=dtype), torch.float64 if dtype == torch.float64 else torch.float32
+    assert torch.equal(rms_norm(x, [8], None, None)[0], formula(x, None, 1, torch.finfo(wide).eps))
+
+
 def test_a_frozen_weight_and_a_frozen_input():
     x, weight = torch.randn(4, 8), torch.randn(8)
     for inputs in ((x.clone().requires_grad_(), weight), (x, weight.clone().requires_grad_())):
