@@ -248,7 +248,7 @@ def apply_template(
 ) -> str:
     """As `render`, of messages that are no row's. tools: JSON schemas of functions that the model may call.
 
-    closed: with what some templates close a whole conversation with, such as Phi's; nothing like it is there where a model goes on.
+    closed: with what some templates close a whole conversation with, as Phi's do; nothing like it is there where a model goes on.
     Raises TemplateRefusalError.
     """
     if DEVELOPER not in str(tokenizer.chat_template):  # OpenAI's newer name; Qwen's templates leave out what has it
