@@ -93,7 +93,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         return sharded
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
-        """Each sequence on its own. query: [t, 1, heads, d]; key, value: [cp * t, 1, kv heads, d], rank by rank."""
+        """Each sequence over itself alone. query: [t, 1, heads, d]; key, value: [cp * t, 1, kv heads, d], rank by rank."""
         cp, total = self._cp.size(), query.shape[0]
         bounds = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
         lengths = (bounds.diff() // cp).tolist()

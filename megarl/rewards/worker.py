@@ -108,7 +108,10 @@ def _die_with(parent: int) -> None:
 
 
 def _import_behind(module: str) -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BEHIND)  # of this thread alone
+    """Import it in a thread that stands back for everybody else."""
+    thread = threading.get_native_id()
+    # Added, not set: Ray's workers stand back already, and nobody without privileges may come forward.
+    os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + BEHIND))
     importlib.import_module(module)
 
 

@@ -1,7 +1,9 @@
 import asyncio
 import functools
 import math
+import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -120,3 +122,17 @@ def test_a_long_error_is_cut() -> None:
 
     failure = grade(verbose, "", "", "", {}).failure
     assert failure is not None and len(failure) == MOST_SHOWN
+
+
+def test_what_is_needed_later_is_imported_by_a_thread_that_stands_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nice = "os.getpriority(os.PRIO_PROCESS, threading.get_native_id())"
+    (tmp_path / "needed_later.py").write_text(f"import os, threading\nniceness = {nice}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    thread = threading.Thread(target=worker._import_behind, args=("needed_later",))
+    thread.start()
+    thread.join()
+    assert sys.modules.pop("needed_later").niceness == min(19, before + worker.BEHIND)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
