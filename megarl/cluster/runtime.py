@@ -28,6 +28,7 @@ from megarl.cluster.slots import Slot, reserve
 from megarl.core import janitor
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.exit_codes import FAULT
+from megarl.core.loading import as_if_missing
 from megarl.core.log import get_logger
 from megarl.core.platform import Platform
 from megarl.core.ray_env import OVERRIDE_VARIABLE, RAY_ADDRESS_VARIABLE, RunningRay, ray_to_join
@@ -37,6 +38,7 @@ log = get_logger(__name__)
 
 CONNECT_S = 10.0
 SLOW_START = "timed out during startup"  # Ray's words, as of 2.60
+DASHBOARD = "ray.dashboard.optional_deps"
 
 
 @dataclass
@@ -187,7 +189,10 @@ class Runtime:
 
 
 def _start_ray(platform: Platform, run_id: str, num_devices: int, scratch: Scratch) -> None:
-    """A Ray of the run's own. Raises MegarlError when it does not start."""
+    """A Ray of the run's own. Raises MegarlError when it does not start.
+
+    What its dashboard needs is as if it were not installed: Ray would load it into this process, to find out.
+    """
     settings: dict[str, Any] = {
         "address": "local",
         "num_cpus": max(os.cpu_count() or 1, 1),
@@ -198,15 +203,16 @@ def _start_ray(platform: Platform, run_id: str, num_devices: int, scratch: Scrat
         "_node_ip_address": LOOPBACK,
         "namespace": run_id,
     }
-    try:
-        _init("on this machine", **settings)
-    except MegarlError as error:
-        if SLOW_START not in str(error):
-            raise
-        # It gives its own processes 30 s, and lets nobody say otherwise. On a machine that is busy the second start is faster.
-        log.warning("%s. It is started once more.", error)
-        janitor.kill_all(janitor.processes_of(run_id, but=[scratch.guard.pid]))
-        _init("on this machine", **settings)
+    with as_if_missing(DASHBOARD):
+        try:
+            _init("on this machine", **settings)
+        except MegarlError as error:
+            if SLOW_START not in str(error):
+                raise
+            # It gives its own processes 30 s, and lets nobody say otherwise. On a busy machine the second start is faster.
+            log.warning("%s. It is started once more.", error)
+            janitor.kill_all(janitor.processes_of(run_id, but=[scratch.guard.pid]))
+            _init("on this machine", **settings)
 
 
 def _join_ray(running: RunningRay, run_id: str, platform: Platform) -> None:

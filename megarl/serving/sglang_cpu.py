@@ -14,18 +14,18 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from megarl.core.loading import as_if_missing, distributions_as_asked, without_collection
+from megarl.core.stand_in import StandInFinder, standing_in
 from megarl.core.transformers_models import models_as_remembered
 
 WRITTEN_FOR = "0.5.21"
@@ -35,59 +35,11 @@ LORA = "--enable-lora"
 # ends. In the third, which masks token ids where the vocabulary is sharded, it finds nothing to save, and each rank of a server
 # would spend ten seconds of a core on it at its first request.
 UNCOMPILED = ("biased_grouped_topk_impl", "swiglu_gpt_oss_sigmoid_alpha", "get_masked_input_and_mask")
-
-
-class StandInModule(ModuleType):
-    """A module in which every name resolves: capitalised ones to classes, others to callable modules."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value: Any
-        if name[0].isupper():
-            # Some are raised and caught, others are subclassed: an exception class serves for both.
-            value = type(name, (Exception,), {"__module__": self.__name__})
-        else:
-            value = importlib.import_module(f"{self.__name__}.{name}")
-        setattr(self, name, value)
-        return value
-
-    def __call__(self, *values: Any, **options: Any) -> Any:
-        """As a decorator, with or without options: gives the function back unchanged."""
-        if len(values) == 1 and callable(values[0]) and not options:
-            return values[0]
-        return _unchanged
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-
-def _unchanged(value: Any) -> Any:
-    return value
-
-
-class StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Answers the import of one package and of everything below it with stand-ins."""
-
-    def __init__(self, package: str, prepare: Callable[[ModuleType], None]) -> None:
-        self._package = package
-        self._prepare = prepare
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """A spec for the package's own names; None for all others."""
-        if fullname != self._package and not fullname.startswith(f"{self._package}."):
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """An empty stand-in."""
-        return StandInModule(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Give the module the few names that must be real."""
-        self._prepare(module)
+# Packages of torch of which SGLang and transformers name decorators and classes as they load, for what no server here does:
+# compile, shard by DTensor, attend by FlexAttention. They take more than half a second of each start, with sympy below them.
+ONLY_NAMED = ("torch._dynamo", "torch.distributed.tensor", "torch.nn.attention.flex_attention")
+# Serves OpenAI's Responses API, and loads a tool protocol for it before the server answers anybody: SGLang goes on without.
+RESPONSES = "sglang.srt.entrypoints.openai.serving_responses"
 
 
 def _triton_names(module: ModuleType) -> None:
@@ -104,10 +56,6 @@ def _triton_names(module: ModuleType) -> None:
     }
     for name, value in names.get(module.__name__, {}).items():
         setattr(module, name, value)
-
-
-def _no_names(module: ModuleType) -> None:
-    """Nothing has to be real."""
 
 
 def _missing(package: str) -> bool:
@@ -164,7 +112,7 @@ def _install_torchvision() -> None:
     processor = type("AutoImageProcessor", (), {"register": staticmethod(lambda *_, **__: None)})
     for module in (transformers, auto, image):
         module.AutoImageProcessor = processor  # type: ignore[attr-defined]
-    sys.meta_path.append(StandInFinder("torchvision", _no_names))
+    sys.meta_path.append(StandInFinder("torchvision"))
 
 
 def _allow_attention() -> None:
@@ -264,7 +212,9 @@ def load(*, deterministic: bool = False, lora: bool = False) -> None:
         models_as_remembered(),
         as_if_missing("megatron"),
         as_if_missing("scipy"),
+        standing_in(ONLY_NAMED),
     ):
+        sys.modules[RESPONSES] = None  # type: ignore[assignment]  # how Python writes down that there is none
         compile_late()
         install(deterministic=deterministic)
         importlib.import_module("sglang.srt.entrypoints.http_server")

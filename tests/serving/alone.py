@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 
-UNWANTED = ("megatron", "wandb", "scipy", "torch._inductor.compile_fx")
+UNWANTED = ("megatron", "wandb", "scipy", "sympy", "mcp", "torch._dynamo", "torch.distributed.tensor")
 LONGEST_S = 100
 
 

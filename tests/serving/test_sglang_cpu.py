@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.core.stand_in import StandInModule
 from megarl.serving import sglang_cpu, sglang_cpu_kernels
-from megarl.serving.sglang_cpu import StandInFinder, StandInModule
 
 
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,29 +23,6 @@ def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_installed_sglang_is_the_one_it_was_written_for() -> None:
     sglang_cpu.check_version()
-
-
-def test_a_finder_answers_for_its_package_alone() -> None:
-    finder = StandInFinder("nowhere", lambda module: None)
-    assert finder.find_spec("nowhere.at.all") is not None
-    assert finder.find_spec("nowhere_else") is None
-
-
-def test_names_of_a_stand_in_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.meta_path", [StandInFinder("nowhere", lambda module: None)])
-    spec = importlib.util.find_spec("nowhere")
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    assert isinstance(module, StandInModule)
-    assert issubclass(module.OutOfResources, Exception)
-
-    def kernel() -> None:
-        pass
-
-    assert module.jit(kernel) is kernel
-    assert module.autotune(configs=[])(kernel) is kernel
-    with pytest.raises(AttributeError):
-        assert module.__wrapped__
 
 
 def test_triton_computes_what_sglang_computes_with_it() -> None:
