@@ -18,6 +18,7 @@ from megarl.recipe.rollout_rules import longest_sample as longest_sample  # noqa
 from megarl.recipe.rule import Contradiction, Unread
 from megarl.recipe.sampling_rules import SAMPLING_CONTRADICTIONS, SAMPLING_UNREAD
 from megarl.recipe.schema import Recipe
+from megarl.recipe.stores import STORES
 from megarl.recipe.supervised_rules import SUPERVISED_CONTRADICTIONS, SUPERVISED_UNREAD
 from megarl.recipe.sync_rules import SYNC_CONTRADICTIONS, SYNC_UNREAD
 
@@ -128,15 +129,6 @@ UNREAD_RULES: tuple[Unread, ...] = (
 # SGLang's own bounds of what a request asks for (sampling/sampling_params.py).
 MOST_STOPS, LEAST_TEMPERATURE = 32, 1e-6
 
-# By these SGLang 0.5.21 keeps keys and values, by their tokens alone, in a store that it does not empty with its cache: those of
-# the weights before, and of another run's, would be taken for these weights'. The fourth knows flexkv alone.
-STORES = (
-    "--hicache-storage-backend",
-    "--enable-lmcache",
-    "--enable-flexkv",
-    "--radix-cache-backend",
-    "--enable-unified-cache-external-linker",
-)
 OUTLIVES = "nothing: what it stores outlives a weight sync, and was computed with the weights before"
 
 # Flags of SGLang that megarl sets itself, or that a server would be of no use with; to the recipe's key that decides them.

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megarl.core.errors import DeadlineError, MegarlError, UnfitServerError, UserError
-from megarl.recipe.rules import STORES
+from megarl.recipe.stores import STORES
 from megarl.serving.answers import AnswerError, field, split_label
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
 
