@@ -95,7 +95,7 @@ def test_only_what_failed_or_came_too_late_makes_a_check_fail() -> None:
 @pytest.mark.parametrize(
     "test",
     [
-        test_rank.test_a_rank_loads_megatron_without_wandb_and_tensorboard,
+        test_rank.test_a_rank_loads_megatron_without_what_it_does_not_use,
         test_pretend_device.test_the_engine_keeps_to_its_device,
     ],
 )
