@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 GRADED = f"reward.fn=bench.support.killed_runs:{graded.__name__}"
 TWO = ("cluster.devices=2", "actor.parallel.tp=2", "rollout.deterministic=true", GRADED, f"eval.every={EVERY}")
 NAME, SETTING = "trained", ("report.wandb={}", f"train.save_every={EVERY}", *TWO)
-FIRST_STEPS, STEPS = 3, 11  # so many that a kill that did not come about leaves steps for another
+FIRST_STEPS, STEPS = 3, 9  # so many that a kill that did not come about leaves steps for another
 TRIES = 2  # kills of a day: a phase may be over before the process was found in it
 SAMPLED = re.compile(r"(actor|critic|reward|rollout|eval|data)/")
 COUNTS_OF_DEATHS = {"rollout/server_restarts", "rollout/groups_lost"}
