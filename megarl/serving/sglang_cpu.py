@@ -31,6 +31,7 @@ from megarl.core.transformers_models import models_as_remembered
 WRITTEN_FOR = "0.5.21"
 DETERMINISTIC = "--enable-deterministic-inference"
 LORA = "--enable-lora"
+DISABLE = "TORCH_COMPILE_DISABLE"  # torch's own: 1 for nothing is compiled
 # What is to be compiled and never is, by SGLang's names: in the first two torch's compiler meets the stand-in for triton, and
 # ends. In the third, which masks token ids where the vocabulary is sharded, it finds nothing to save, and each rank of a server
 # would spend ten seconds of a core on it at its first request.
@@ -98,7 +99,7 @@ def _install_invariant() -> None:
             "batch. Uninstall it, or set rollout.deterministic to false."
         )
     # The seeded sampler is compiled otherwise, anew for each size of a batch, and not to the same bits.
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    os.environ[DISABLE] = "1"
     sys.modules["sglang.srt.batch_invariant_ops"] = importlib.import_module("megarl.serving.sglang_cpu_invariant")
 
 
@@ -175,7 +176,8 @@ def _forget_pinning() -> None:
 def compile_late() -> None:
     """Have functions that torch is to compile compiled when they are first called.
 
-    torch otherwise loads its compiler as soon as one is named. SGLang names dozens, and calls few of them here, if any.
+    torch otherwise loads its compiler as soon as one is named. SGLang names dozens, and calls few of them here, if any. Where torch
+    is told to compile nothing, it would load its compiler at the first call all the same, for two seconds of a core.
     """
     torch: Any = importlib.import_module("torch")
     at_once = torch.compile
@@ -185,7 +187,7 @@ def compile_late() -> None:
             return functools.partial(late, **options)
         if isinstance(model, torch.nn.Module):
             return at_once(model, **options)
-        if getattr(model, "__name__", "") in UNCOMPILED:
+        if os.environ.get(DISABLE) == "1" or getattr(model, "__name__", "") in UNCOMPILED:
             return model
         compiled: list[Callable[..., Any]] = []
 

@@ -75,6 +75,8 @@ def test_a_function_is_compiled_when_it_is_called_and_not_before(monkeypatch: py
         return value
 
     assert torch.compile(dynamic=True)(biased_grouped_topk_impl)(7) == 7
+    monkeypatch.setenv(sglang_cpu.DISABLE, "1")
+    assert torch.compile(dynamic=True)(len) is len and compiled[3:] == []
 
 
 def murmur(blocks: list[int]) -> int:
