@@ -200,6 +200,7 @@ def observe(case: Case, root: Path, groups: Any, target: Path) -> dict[str, Any]
     from megarl.models.hf_save import save_hf
     from megarl.models.lora import adapters_off, is_adapter, merged
     from megarl.models.peft import peft_tensors, save_peft
+    from megarl.training.checkpoint_files import RankStrategy
 
     folder, layout, rank = root / case.model, groups.layout, groups.rank
     config, pool = load_model_config(folder), dist.group.WORLD if layout.world_size > 1 else None
@@ -222,10 +223,12 @@ def observe(case: Case, root: Path, groups: Any, target: Path) -> dict[str, Any]
         result["norm"] = trainer.step()
         result["gradients"] = peft_tensors(chunks, *place, value=trainer.gradient)
         result["stepped"] = peft_tensors(chunks, *place)
-        (target / "checkpoint").mkdir(parents=True, exist_ok=True)
-        state = {f"chunk{i}": adapter_state(chunk) for i, chunk in enumerate(chunks)}
-        if layout.vpp == 1:
-            dist_checkpointing.save(state, str(target / "checkpoint"))
+        if layout.vpp == 1 and layout.world_size > 1:  # those that are read
+            (target / "checkpoint").mkdir(parents=True, exist_ok=True)
+            state = {f"chunk{i}": adapter_state(chunk) for i, chunk in enumerate(chunks)}
+            # Megatron's own strategy would start a process that loads all anew, to put a queue in.
+            strategy = RankStrategy(copy=False)
+            dist_checkpointing.save(state, str(target / "checkpoint"), sharded_strategy=strategy)
         result["trainable"] = sorted(
             name for chunk in chunks for name, p in chunk.named_parameters() if p.requires_grad != is_adapter(name)
         )
