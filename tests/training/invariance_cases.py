@@ -9,7 +9,7 @@ from typing import Any
 from megarl.core.layout import Layout
 from megarl.core.types import MicroBatch, MiniBatch, Shard
 from tests.training.harness import VOCAB
-from tests.training.invariance import MICRO_BATCHES, MODELS, Case
+from tests.training.invariance import MICRO_BATCHES, MODELS, PERTURBED, Case
 from tests.training.samples import Example, examples, shards
 
 NUM_STEPS = 3
@@ -168,13 +168,17 @@ def together_name(cases: tuple[Case, ...]) -> str:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured. minis: the mini-batches, one a step. micro_batches: in how many a case takes each."""
+    """How much is measured. minis: the mini-batches, one a step. micro_batches: in how many a case takes each.
+
+    learns: whether a case takes steps of Adam; else it is measured up to the gradients of the first mini-batch.
+    """
 
     cases: list[Case]
     balanced: list[Case]
     together: list[tuple[Case, ...]]
     minis: list[list[Example]]
     micro_batches: Callable[[Case], tuple[int, ...]]
+    learns: Callable[[Case], bool]
 
 
 def _cuts(case: Case) -> tuple[int, ...]:
@@ -187,13 +191,24 @@ def _cuts(case: Case) -> tuple[int, ...]:
     return MICRO_BATCHES if case.model == "dense" and case.layout.pp > 1 else MICRO_BATCHES[-1:]
 
 
-EVERYDAY = Extent(CASES, BALANCED, TOGETHER, MINIS[:2], _cuts)  # the second step has the optimizer's state of the first
+def _learns(case: Case) -> bool:
+    """An optimizer is given parameters and gradients: it tells those of experts, and one that two stages have, from the others.
+
+    Whose they are, and by which loss, it does not know.
+    """
+    return case.model in ("dense", "tied", "moe", PERTURBED)
+
+
+EVERYDAY = Extent(
+    CASES, BALANCED, TOGETHER, MINIS[:2], _cuts, _learns
+)  # the second step has the optimizer's state of the first
 THOROUGH = Extent(
     ALL_CASES,
     [*BALANCED, *_cases(_MORE_BALANCED)],
     [*_MORE_TOGETHER, *TOGETHER],
     MINIS,
     lambda _: MICRO_BATCHES,
+    lambda _: True,
 )
 
 

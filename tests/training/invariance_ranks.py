@@ -185,17 +185,15 @@ class World:
     def alone(self, case: Case, *, same_shard: bool = False) -> dict[int, Result]:
         """A case by itself, by the number of micro-batches."""
         self.build("actor", case, optimizer=STANDSTILL)
-        logprobs = self.logprobs("actor")
-        gradients = {}
-        cuts = self.extent.micro_batches(case)
-        for micro_batches in cuts:
-            self.step("actor", self.extent.minis[0], micro_batches, same_shard=same_shard)
-            gradients[micro_batches] = self.gradients("actor")
+        logprobs, minis = self.logprobs("actor"), self.extent.minis
         results = {}
-        for micro_batches in cuts:
+        for micro_batches in self.extent.micro_batches(case):
+            metrics = self.step("actor", minis[0], micro_batches, same_shard=same_shard)
+            results[micro_batches] = Result(logprobs, self.gradients("actor"), [metrics])
+        for micro_batches, result in results.items() if self.extent.learns(case) else ():
             self.build("actor", case)
-            steps = [self.step("actor", mini, micro_batches, same_shard=same_shard) for mini in self.extent.minis]
-            results[micro_batches] = Result(logprobs, gradients[micro_batches], steps, weights(self.rank, "actor"))
+            steps = [self.step("actor", mini, micro_batches, same_shard=same_shard) for mini in minis]
+            results[micro_batches] = replace(result, steps=steps, weights=weights(self.rank, "actor"))
         return results
 
     def together(self, cases: tuple[Case, ...]) -> list[Result]:

@@ -47,7 +47,8 @@ def of(measured: Measured, kind: str, name: str) -> list[Difference]:
 def test_a_layout_is_one_rank(measured: Measured, case: Case) -> None:
     found = of(measured, "alone", str(case))
     assert [item.micro_batches for item in found] == list(EVERYDAY.micro_batches(case))
-    assert all(None not in (item.losses, item.grad_norms, item.gradients, item.weights) for item in found)
+    assert all(None not in (item.logprobs, item.losses, item.grad_norms, item.gradients) for item in found)
+    assert all((item.weights is not None) == EVERYDAY.learns(case) for item in found)
     assert [item for item in found if item.largest > BOUND] == []
 
 

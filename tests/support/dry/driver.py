@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -31,7 +32,7 @@ from megarl.cluster.healing import Restarts
 from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import ProcessFacts
 from megarl.cluster.slots import Slot
-from megarl.core import disk, platform
+from megarl.core import platform
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.scratch import Scratch
 from megarl.data import pairs, sft
@@ -63,7 +64,6 @@ from megarl.serving import external as external_servers
 from megarl.serving import teacher as served_teacher
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.external import ExternalPool, ModelFacts
-from megarl.training import run_checkpoints
 from tests.support.dry.actors import Book, Collector, Differs, External, Rank, Router, Server
 from tests.support.dry.answers import Client, Pool, Poster, Tests
 from tests.support.dry.learning import rounded
@@ -187,10 +187,10 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(
             served_teacher, "check_teachers", lambda urls, key, wanted: book.note("teachers", urls, key, wanted)
         )
-        patch.setattr(disk, "sync", lambda path: None)
-        patch.setattr(run_checkpoints, "sync", lambda path: None)
+        patch.setattr(os, "fsync", lambda file: None)
         # What a run says of itself is no effect of its recipe.
         patch.setattr(begin, "save_recipe", lambda loaded, folder: folder.mkdir(parents=True, exist_ok=True))
+        patch.setattr(begin, "write_phase", lambda path, step, phase: None)
         patch.setattr(begin, "draw_curve", lambda source, target: None)
         patch.setattr(train, "advice", lambda folder: None)
         yield
