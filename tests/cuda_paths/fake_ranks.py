@@ -72,9 +72,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 # Dense, with experts, with latents: families of one kind of layer differ in modules that these ways do not tell from others.
-KINDS_OF_LAYERS, PARTS = ("qwen3", "qwen3_moe", "deepseek_v3"), ("recompute of two layers", "selective recompute")
+KINDS_OF_LAYERS = ("qwen3", "qwen3_moe", "deepseek_v3")
+RECOMPUTED = ("full recompute", "recompute of two layers", "selective recompute")
 # In which ways checkpoints go from one kind of layers to the other: the others write the same tensors.
 READ = ("plain", "adapters", "adapters behind norms")
+# Layers of a model without stages that are built: all it has are like them.
+FEW = 4
 ROLE = "actor"
 KINDS = ("fused", "torch")
 # A published model of a family that no recipe has, at a layout that cuts all it has; its first layers are enough.
@@ -84,7 +87,7 @@ GLM = "zai-org/GLM-4.5-Air", Layout(tp=2, pp=2, ep=8, sequence_parallel=True, wo
 def cases() -> Iterator[tuple[str, ModelConfig, Layout]]:
     """Every role of every recipe of a real model; roles that are built alike once. And GLM-4.5-Air."""
     seen = set()
-    yield GLM[0], replace(read_model(FOLDER / GLM[0]), num_layers=4, moe_layers=frozenset({1, 2, 3})), GLM[1]
+    yield GLM[0], shortened(read_model(FOLDER / GLM[0])), GLM[1]
     for file in sorted(RECIPES.glob("*.yaml")):
         if file.stem.startswith("quickstart"):
             continue
@@ -97,7 +100,13 @@ def cases() -> Iterator[tuple[str, ModelConfig, Layout]]:
             key = (config.head, known, layout)
             if key not in seen:
                 seen.add(key)
-                yield f"{file.stem} {role}", config, layout
+                yield f"{file.stem} {role}", config if layout.pp > 1 else shortened(config), layout
+
+
+def shortened(config: ModelConfig) -> ModelConfig:
+    """The model's first layers."""
+    assert not config.local_layers
+    return replace(config, num_layers=FEW, moe_layers=config.moe_layers & frozenset(range(FEW)))
 
 
 def covering(config: ModelConfig, layout: Layout) -> list[int]:
@@ -172,14 +181,18 @@ def build_all(platform: Platform) -> dict[str, Any]:
 
 
 def read_in(family: str) -> list[str]:
-    """The ways in which each kind reads what the other wrote: adapters in that which has most of them."""
-    return [way for way in ways(family) if way in READ and (way != "adapters" or family in LATENT)]
+    """The ways in which each kind reads what the other wrote."""
+    return [way for way in ways(family) if way in READ]
 
 
 def ways(family: str) -> dict[str, dict[str, Any]]:
-    """What is tried of a family: latent attention has no linear_qkv, and recomputing part of a layer is for whole kinds of it."""
-    tried = [way for way in RUNS if family not in LATENT or way != "adapters behind norms"]
-    return {way: RUNS[way] for way in tried if family in KINDS_OF_LAYERS or way not in PARTS}
+    """What is tried of a family: latent attention has no linear_qkv, and recomputing layers is for whole kinds of them.
+
+    Where there are adapters behind norms, the linears behind none have some as well.
+    """
+    without = "adapters behind norms" if family in LATENT else "adapters"
+    tried = [way for way in RUNS if way != without]
+    return {way: RUNS[way] for way in tried if family in KINDS_OF_LAYERS or way not in RECOMPUTED}
 
 
 def run_all(root: Path) -> dict[str, Any]:

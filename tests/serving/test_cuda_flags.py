@@ -6,6 +6,7 @@ server's processes start (tests/support/sglang_fake_h100.py).
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -83,6 +84,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@functools.cache
 def own_spec(name: str) -> ServerSpec:
     """What the recipe's own servers would be told on devices of their own, of a model that is known by its config.json."""
     recipe = load_recipe(RECIPES / f"{name}.yaml").recipe
@@ -109,6 +111,7 @@ def on_ranks_devices(name: str) -> Asked | None:
     return Asked(asked, {"mem_fraction_static": float(share), "enable_memory_saver": True})
 
 
+@functools.cache
 def forms(name: str) -> dict[str, Asked]:
     """All that megarl may make of the recipe's servers."""
     model = read_model(own_spec(name).model)
