@@ -147,6 +147,8 @@ def _with_default(section: Any, keys: list[str]) -> Any:
     if not isinstance(section, BaseModel):
         return section
     name, *below = keys
-    default = type(section).model_fields[name].get_default(call_default_factory=True)
-    value = _with_default(getattr(section, name), below) if below else default
+    if below:
+        value = _with_default(getattr(section, name), below)
+    else:
+        value = type(section).model_fields[name].get_default(call_default_factory=True)
     return section.model_copy(update={name: value})

@@ -500,7 +500,8 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "KL on two": [_KL, _TWO],
         **_role_contexts("actor"),
         **_role_contexts("reference", _KL),
-        **_role_contexts("critic", _PPO),
+        # A head of its own: from one of zeros next to nothing reaches the routers.
+        **_role_contexts("critic", _PPO, "critic.optimizer.lr=1.0e-2", moe=f"critic.path={ROOT}/scored_moe"),
         **_role_contexts("reward_model", _SCORED, moe=f"reward_model.path={ROOT}/scored_moe"),
         **_role_contexts("teacher", *_DISTILL, moe=f"teacher.path={ROOT}/moe"),
         **_optimizer_contexts("actor"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +17,8 @@ import pytest
 
 from megarl.algorithms.inputs import LOSS_INPUTS, SAMPLE_INPUTS, TOKEN_INPUTS, wanted
 from megarl.algorithms.policy_loss import POLICY_LOSSES
-from megarl.core.types import Column, Sample, Shard
+from megarl.algorithms.reduce import Reduction
+from megarl.core.types import Block, Column, Sample, Shard, ShardPlan
 from megarl.data.pack import assemble, join_columns, pack_samples, split_column
 from megarl.recipe.algorithm import Algorithm, PolicyLoss, SampleAdvantage, TokenAdvantage
 from megarl.recipe.check import check_recipe, fill_defaults
@@ -156,19 +158,27 @@ def samples() -> list[Sample]:
 SAMPLES = samples()
 
 
-def learned(recipe: Recipe, louder: str = "") -> dict[str, Any]:
-    """What two steps come to. louder: a role whose column is another one."""
-    algorithm = recipe.algorithm
+@cache
+def packed(reduction: Reduction) -> tuple[ShardPlan, Block, Shard]:
+    """The samples as one shard."""
     [(plan, block)] = pack_samples(
         SAMPLES,
         num_shards=1,
         mini_batch_samples=len(SAMPLES),
         micro_batch_tokens=1000,
-        reduction=algorithm.reduction,
+        reduction=reduction,
         max_response_tokens=MOST,
     )
-    shard = assemble(plan, [block])
-    said = {COLUMNS[role]: says(role, shard, 1.3 if role == louder else 1.0) for role in role_layouts(recipe)}
+    return plan, block, assemble(plan, [block])
+
+
+def learned(recipe: Recipe, louder: str = "") -> dict[str, Any]:
+    """What two steps come to. louder: a role whose column is another one."""
+    algorithm = recipe.algorithm
+    plan, block, shard = packed(algorithm.reduction)
+    said = {
+        COLUMNS[role]: says(role, algorithm.reduction, 1.3 if role == louder else 1.0) for role in role_layouts(recipe)
+    }
     if recipe.teacher is not None and asked_of_teacher(recipe)[1]:
         louder_by = 1.3 if louder == "teacher" else 1.0
         said["teacher_top"] = top_of("teacher", shard, algorithm.distill_top_k, louder_by)
@@ -207,8 +217,10 @@ def numbers(kl_coef: float) -> SampleNumbers:
     return SampleNumbers(*of_samples, FACTS.truncated, FACTS.reward_parts, kl_coef, GREEDY)
 
 
-def says(role: str, shard: Shard, scale: float) -> Column:
-    return column_of(role, shard, scale)
+@cache
+def says(role: str, reduction: Reduction, scale: float) -> Column:
+    """The column that a role makes of the shard."""
+    return column_of(role, packed(reduction)[2], scale)
 
 
 def with_teacher(given: dict[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Seen:
 def runs_in(root: Path) -> Iterator[Runs]:
     """A world to go through runs in, written into a folder."""
     write_world(root)
-    engines = Engines()
+    engines = Engines(root)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADER_KEY", "secret")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")

@@ -37,8 +37,12 @@ from megarl.core.errors import MegarlError, UserError
 from megarl.core.scratch import Scratch
 from megarl.data import pairs, sft
 from megarl.data.chat import load_tokenizer
+from megarl.placement import apply
 from megarl.placement.apply import Placed, place
+from megarl.placement.cluster import Cluster
 from megarl.placement.local import run_cluster
+from megarl.placement.placed import PlacementPlan
+from megarl.placement.workload import Workload
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.report import writers
 from megarl.report.history import METRICS_FILE
@@ -77,6 +81,20 @@ _PLAIN_TOKENIZERS = cache(load_tokenizer)
 def tokenizers(folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> Any:
     """As load_tokenizer; one without options of its template is read once."""
     return load_tokenizer(folder, template_kwargs) if template_kwargs else _PLAIN_TOKENIZERS(folder)
+
+
+_FITS: dict[tuple[str, str], PlacementPlan] = {}
+_check_fits = apply.check_fits
+# What a plan reads of a recipe beside its workload: all sections but those of what is learned, and of where it is written.
+_UNPLANNED = {"run", "data", "algorithm", "reward", "agent", "eval", "train", "sync", "deadlines", "report"}
+
+
+def fits(recipe: Recipe, workload: Workload, cluster: Cluster) -> PlacementPlan:
+    """As check_fits; what fitted fits again."""
+    key = recipe.model_dump_json(exclude=_UNPLANNED), repr((workload, cluster))
+    if key not in _FITS:
+        _FITS[key] = _check_fits(recipe, workload, cluster)
+    return _FITS[key]
 
 
 class _Writer:
@@ -167,7 +185,8 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         patch.setattr(begin, "RunConsole", partial(_Silent, book))
         for module in (begin, train):
             patch.setattr(module, "Console", lambda: Console(file=io.StringIO()))
-        # What takes long and is the same each time: tokenizers, and waiting for the disk.
+        # What takes long and is the same each time: a plan, tokenizers, and waiting for the disk.
+        patch.setattr(apply, "check_fits", fits)
         for module in (
             preflight,
             epochs,

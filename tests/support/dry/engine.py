@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from safetensors.torch import load_file, save_file
 
 from megarl.core.errors import GradientError
 from megarl.core.layout import Layout, place, stage_layers
@@ -26,6 +30,7 @@ from megarl.training.spec import DpoObjective, PolicyObjective, RewardObjective,
 from tests.support.dry.learning import column_of, rounded, top_of
 
 UPDATES, LENGTHS = 1, (5, 4, 6, 3)
+FEW = 2
 COLUMNS = {
     "old_logprobs": "actor",
     "ref_logprobs": "reference",
@@ -37,12 +42,16 @@ COLUMNS = {
 
 
 class Engines:
-    """One rank for all roles that are looked at; what was seen is remembered."""
+    """One rank for all roles that are looked at, of models cut short; what was seen is remembered.
 
-    def __init__(self) -> None:
+    folder: for those models, whose layers are FEW: more of them are for layouts that one rank cannot have.
+    """
+
+    def __init__(self, folder: Path) -> None:
         self._rank = Rank(0, 1, "cpu", seed=1)
         self._rank.rendezvous("127.0.0.1", self._rank.free_port(), timeout_s=30)
         self._seen: dict[str, Any] = {}
+        self._folder, self._short = folder, dict[Path, Path]()
 
     def close(self) -> None:
         """Leave the process group."""
@@ -66,15 +75,21 @@ class Engines:
 
     def _seen_of(self, look: Callable[[str, RoleSpec], Any], role: str, specs: dict[str, RoleSpec]) -> Any:
         """What is seen of the role by itself, on one rank."""
-        spec, base = _alone(specs[role]), specs.get(specs[role].base_of or "")
-        key = repr((look.__name__, role, spec, base and _alone(base)))
+        spec, base = self._alone(specs[role]), specs.get(specs[role].base_of or "")
+        key = repr((look.__name__, role, spec, base and self._alone(base)))
         if key not in self._seen:
             if base is not None:
                 assert spec.base_of is not None
-                self._rank.build(spec.base_of, _alone(base))
+                self._rank.build(spec.base_of, self._alone(base))
             self._rank.build(role, spec)
             self._seen[key] = look(role, spec)
         return self._seen[key]
+
+    def _alone(self, spec: RoleSpec) -> RoleSpec:
+        """The role on one rank, with a short model."""
+        if spec.folder not in self._short:
+            self._short[spec.folder] = _cut(spec.folder, self._folder / f"short{len(self._short)}")
+        return replace(spec, layout=Layout(), folder=self._short[spec.folder])
 
     def _work(self, role: str, spec: RoleSpec) -> dict[str, Any]:
         """Weights after some updates, or what a frozen model says; what offloaded; how often layers were gone through."""
@@ -125,9 +140,19 @@ def _given(spec: RoleSpec) -> tuple[Shard, dict[str, Column]]:
     return shard, columns
 
 
-def _alone(spec: RoleSpec) -> RoleSpec:
-    """The role on one rank."""
-    return replace(spec, layout=Layout())
+def _cut(source: Path, target: Path) -> Path:
+    """A copy of a model's folder with its first layers."""
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text())
+    config["num_hidden_layers"] = FEW
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:FEW]
+    (target / "config.json").write_text(json.dumps(config))
+    behind = tuple(f"model.layers.{layer}." for layer in range(FEW, load_model_config(source).num_layers))
+    tensors = load_file(target / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(behind)}
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+    return target
 
 
 def _sums(column: Column | None) -> Any:
