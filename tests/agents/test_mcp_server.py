@@ -27,6 +27,7 @@ from megarl.recipe.agent import Agent
 from tests.support.processes import ended
 
 SHOP = Path(__file__).parent / "mcp_shop.py"
+PLAIN = Path(__file__).parent / "mcp_plain.py"
 
 
 @pytest.fixture
@@ -38,8 +39,9 @@ def opened(*places: str, tools: tuple[str, ...] = (), timeout_s: float = 20.0) -
     return open_toolbox(Agent(tools=tools, mcp=places, tool_parser="qwen25", tool_timeout_s=timeout_s))  # type: ignore[arg-type]
 
 
-def by_command(pids: Path) -> str:
-    return f"{sys.executable} {SHOP} {pids}"
+def by_command(pids: Path, program: Path = PLAIN) -> str:
+    """What becomes of processes is seen of those that start at once."""
+    return f"{sys.executable} {program} {pids}"
 
 
 async def call(toolbox: Toolbox, *calls: tuple[str, Any]) -> list[Result]:
@@ -53,7 +55,7 @@ def started(pids: Path) -> list[int]:
 
 def test_the_tools_of_a_command_are_called_side_by_side(pids: Path) -> None:
     async def go() -> list[Result]:
-        toolbox = opened(by_command(pids), tools=("tests.agents.toolkit:multiply",))
+        toolbox = opened(by_command(pids, SHOP), tools=("tests.agents.toolkit:multiply",))
         names = [schema["function"]["name"] for schema in toolbox.schemas]
         assert names == ["multiply", "price_of", "close_down", "wait", "leaflet"]
         assert toolbox.schemas[1]["function"] == {
@@ -129,13 +131,13 @@ def test_half_a_character_costs_its_call_and_not_the_connection(pids: Path) -> N
 
 def test_an_answer_that_is_none_costs_its_call_and_not_the_connection(pids: Path) -> None:
     """The client refuses what is not of the tool's own schema; others have calls at the same server."""
-    odd = Path(__file__).parent / "mcp_odd.py"
 
     async def go() -> list[Result]:
-        toolbox = opened(f"{sys.executable} {odd} {pids}")
+        toolbox = opened(by_command(pids))
         try:
-            await call(toolbox, ("slow", {}))  # it is there
-            return await call(toolbox, ("slow", {}), ("odd", {})) + await call(toolbox, ("slow", {}))
+            await call(toolbox, ("price_of", {}))  # it is there
+            both = await call(toolbox, ("wait", {"seconds": 1}), ("odd", {}))
+            return both + await call(toolbox, ("wait", {"seconds": 0}))
         finally:
             await toolbox.close()
 
@@ -147,7 +149,7 @@ def test_an_answer_that_is_none_costs_its_call_and_not_the_connection(pids: Path
 
 def test_a_call_has_a_deadline_and_the_server_goes_on(pids: Path) -> None:
     async def go() -> list[Result]:
-        toolbox = opened(by_command(pids), timeout_s=8.0)
+        toolbox = opened(by_command(pids), timeout_s=2.0)
         try:
             await call(toolbox, ("price_of", {"fruit": "apple"}))  # it is there
             return await call(toolbox, ("wait", {"seconds": 60}), ("price_of", {"fruit": "apple"}))
@@ -155,7 +157,7 @@ def test_a_call_has_a_deadline_and_the_server_goes_on(pids: Path) -> None:
             await toolbox.close()
 
     waited, apple = asyncio.run(go())
-    assert waited.failed and waited.message["content"] == "error: wait did not end within 8 s"
+    assert waited.failed and waited.message["content"] == "error: wait did not end within 2 s"
     assert apple.message["content"] == "3.0"
     assert len(started(pids)) == 2 and ended(started(pids))
 
@@ -179,7 +181,7 @@ def test_a_server_that_hangs_is_left_for_another(pids: Path) -> None:
 
 def test_a_server_that_starts_for_longer_than_a_call_may_take_is_there_in_the_end(pids: Path) -> None:
     """It is not started anew by each call that has no time left for it."""
-    slow = f"import runpy, sys, time; time.sleep(3); sys.argv = ['shop', '{pids}']; runpy.run_path('{SHOP}')"
+    slow = f"import runpy, sys, time; time.sleep(3); sys.argv = ['plain', '{pids}']; runpy.run_path('{PLAIN}')"
 
     async def go() -> list[Result]:
         toolbox = opened(shlex.join([sys.executable, "-c", slow]), timeout_s=1.0)
@@ -236,10 +238,10 @@ def test_the_tools_behind_an_address(address: str) -> None:
         (("no-such-program --port 1",), "the MCP server 'no-such-program --port 1' is not there"),
         ((f"{sys.executable} -c pass",), "is not there"),
         (("http://127.0.0.1:1/mcp",), "the MCP server 'http://127.0.0.1:1/mcp' is not there"),
-        (("SHOP", "SHOP"), "two tools have the name 'price_of', and calls go by name"),
+        (("PLAIN", "PLAIN"), "two tools have the name 'price_of', and calls go by name"),
     ],
 )
 def test_what_is_not_there_is_refused(pids: Path, places: tuple[str, ...], says: str) -> None:
     with pytest.raises(UserError) as caught:
-        opened(*(by_command(pids) if each == "SHOP" else each for each in places))
+        opened(*(by_command(pids) if each == "PLAIN" else each for each in places))
     assert says in str(caught.value)

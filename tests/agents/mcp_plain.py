@@ -1,6 +1,6 @@
-"""An MCP server without any package, whose tool `odd` answers otherwise than its own schema says; `slow` takes a second.
+"""An MCP server without any package, which so starts at once: `odd` answers otherwise than its own schema says.
 
-    python mcp_odd.py PIDS
+    python mcp_plain.py PIDS
 
 Appends its process id to the file PIDS, and speaks on its standard input and output.
 """
@@ -16,20 +16,26 @@ with open(sys.argv[1], "a") as pids:
     pids.write(f"{os.getpid()}\n")
 ANYTHING: dict[str, Any] = {"type": "object"}
 TOOLS = [
+    {"name": "price_of", "inputSchema": ANYTHING},
     {"name": "odd", "inputSchema": ANYTHING, "outputSchema": {**ANYTHING, "required": ["price"]}},
-    {"name": "slow", "inputSchema": ANYTHING},
+    {"name": "wait", "inputSchema": ANYTHING},
+    {"name": "close_down", "inputSchema": ANYTHING},
 ]
 ABOUT: dict[str, Any] = {
     "protocolVersion": "2025-06-18",
     "capabilities": {"tools": {}},
-    "serverInfo": {"name": "odd", "version": "1"},
+    "serverInfo": {"name": "plain", "version": "1"},
 }
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
     if asked["method"] == "tools/call":
-        time.sleep(asked["params"]["name"] == "slow")
-        return {"content": [{"type": "text", "text": "said"}]}
+        name, given = asked["params"]["name"], asked["params"].get("arguments", {})
+        if name == "close_down":
+            os._exit(3)
+        if name == "wait":
+            time.sleep(given["seconds"])
+        return {"content": [{"type": "text", "text": "3.0" if name == "price_of" else "said"}]}
     answers: dict[str, dict[str, Any]] = {"initialize": ABOUT, "tools/list": {"tools": TOOLS}}
     return answers.get(asked["method"], {})
 
