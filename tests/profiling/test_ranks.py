@@ -15,6 +15,12 @@ from megarl.profiling import ranks
 from tests.profiling import work
 
 
+def test_what_the_first_rank_measured_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "measure", work.own_number)
+    measured = ranks.measure_ranks(work.job(60.0))
+    assert (measured.world_size, measured.raw.flops) == (2, 0.0)
+
+
 @pytest.mark.parametrize(
     ("what", "deadline_s", "kind", "says"),
     [

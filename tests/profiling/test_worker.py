@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.rules import expected_tensors
 from megarl.profiling import worker
-from megarl.profiling.job import Case, Job
-from megarl.profiling.ranks import measure_ranks
+from megarl.profiling.job import Case, Job, Measured
 from megarl.profiling.reference_model import Size, write_reference_model
+from tests.support.forked_ranks import Ranks
 
 
 def test_a_reference_model_is_whole_and_has_a_tokenizer(tmp_path: Path) -> None:
@@ -50,11 +51,15 @@ def test_copies_to_the_host_are_timed_as_what_is_offloaded_goes(
 
 
 @pytest.mark.slow
-def test_two_ranks_time_a_layout_together(tmp_path: Path) -> None:
+def test_two_ranks_time_a_layout_together(ranks: Ranks, tmp_path: Path) -> None:
+    """How they are started, and the first one's answer taken: test_ranks."""
     folder = write_reference_model(tmp_path / "model", Size(2, 64, 128))
     layout = Layout(tp=2, sequence_parallel=True, world_size=2)
     job = Job("cpu", "float32", (folder,), (Case(0, layout, 4, 16, 72),), 2, free_port(), 120.0, repeats=1)
-    measured = measure_ranks(job)
+    asked, answer = tmp_path / "job", tmp_path / "answer"
+    asked.write_bytes(pickle.dumps(job))
+    assert ranks.run("tests.profiling.worker_ranks", 2, asked, answer, log=tmp_path / "log") == ""
+    measured: Measured = pickle.loads(answer.read_bytes())
     [timed] = measured.timed
     assert timed.score_s > 0 and timed.update_s > 0  # which takes longer, a busy machine decides
     assert measured.raw.flops > 1e8
