@@ -1,6 +1,6 @@
 """What each of four processes does for test_state_shares: `<rank> <world size> <port> <folder>`.
 
-The optimizer's state of several layouts, saved as megarl does and as megatron-core alone does, and loaded again.
+The optimizer's state of several layouts, gathered as megarl does and as megatron-core alone does, saved, and loaded again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megarl.core.layout import Layout
 from megarl.training.checkpoint import _weights
+from megarl.training.checkpoint_files import RankStrategy
 from megarl.training.rank import Rank
 from megarl.training.state_shares import ROUND, StateShares
 from tests.support.platforms import chosen
@@ -84,7 +85,9 @@ def observe(rank: Rank, root: Path, name: str, model: str, sizes: dict[str, Any]
         weights = _weights(engine._chunks)
         states = [member.sharded_state_dict(weights, metadata=METADATA)["param_state"] for member in members]
         upstream = {str(index): each for index, each in enumerate(states) if each is not None}
-        dist_checkpointing.save({"optimizer_state": upstream}, str(root / f"{name}.upstream"))
+        # It is written as megarl writes: Megatron's own strategy starts processes for that, and what it gathered is there.
+        strategy, folder = RankStrategy(copy=False), str(root / f"{name}.upstream")
+        dist_checkpointing.save({"optimizer_state": upstream}, folder, sharded_strategy=strategy)
         held = [taken(member, most) for most in (1000, ROUND) for member in members]
         kept = all(torch.equal(*pair) for pair in zip(saved, state(members), strict=True))
     rank.save("actor", root / name, wait=False)
