@@ -93,7 +93,7 @@ class Copies:
             [sys.executable, "-m", "tests.support.forked_servers"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **platform.env, server_models.VARIABLE: ",".join(_unused())},
+            env={**os.environ, **platform.env, server_models.VARIABLE: ",".join(unused_models())},
             start_new_session=True,
         )
 
@@ -113,7 +113,7 @@ def forked_servers() -> Iterator[Copies]:
         copies.close()
 
 
-def _unused() -> tuple[str, ...]:
+def unused_models() -> tuple[str, ...]:
     """Of SGLang's models those that no tiny model is of."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

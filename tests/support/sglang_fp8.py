@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.platform import get_platform
-from megarl.serving import sglang_cpu
+from megarl.serving import server_models, sglang_cpu
+from tests.support.forked_servers import unused_models
 
 Case = tuple[list[str], Path, Path]
 
@@ -26,9 +27,8 @@ def loaded_by_sglang(cases: Sequence[Case], deadline_s: float = 300.0) -> None:
     platform = get_platform("cpu")
     words = [[[*platform.server_args, *flags], str(sent), str(held)] for flags, sent, held in cases]
     command = [sys.executable, "-m", "tests.support.sglang_fp8", json.dumps(words)]
-    done = subprocess.run(
-        command, env={**os.environ, **platform.env}, capture_output=True, text=True, timeout=deadline_s, check=False
-    )
+    env = {**os.environ, **platform.env, server_models.VARIABLE: ",".join(unused_models())}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=deadline_s, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -77,6 +77,7 @@ def main() -> None:
     """Load once; a process for each case."""
     cases = json.loads(sys.argv[1])
     sglang_cpu.load()
+    import_module("sglang.srt.models.registry")  # and with it all models that are built
     for case in cases:
         child = os.fork()
         if child == 0:
