@@ -176,8 +176,8 @@ def _forget_pinning() -> None:
 def compile_late() -> None:
     """Have functions that torch is to compile compiled when they are first called.
 
-    torch otherwise loads its compiler as soon as one is named. SGLang names dozens, and calls few of them here, if any. Where torch
-    is told to compile nothing, it would load its compiler at the first call all the same, for two seconds of a core.
+    torch otherwise loads its compiler as soon as one is named. SGLang names dozens, and calls few of them here, if any. Where
+    torch is told to compile nothing, it would load its compiler at the first call all the same, for two seconds of a core.
     """
     torch: Any = importlib.import_module("torch")
     at_once = torch.compile
