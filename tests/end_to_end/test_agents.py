@@ -37,7 +37,7 @@ def caller(inputs: Path) -> Path:
     return inputs / "caller"
 
 
-def test_episodes_with_tools_are_trained_on_while_servers_play_the_next(
+def test_episodes_with_tools_are_carried_over_to_the_next_step_and_trained_on(
     launch: Callable[..., Driver], caller: Path, tmp_path: Path
 ) -> None:
     """The policy thinks, which its template drops, calls an MCP server's tool, and guesses. Weights stay as they are.
@@ -47,10 +47,10 @@ def test_episodes_with_tools_are_trained_on_while_servers_play_the_next(
     pids = tmp_path / "pids"
     shop = f"agent.mcp={json.dumps([f'{sys.executable} {SHOP} {pids}'])}"
     calling = (f"model.path={caller}", shop, "agent.tool_parser=pythonic", "agent.rewritten=split", "agent.max_turns=4")
-    beside = ("rollout.max_staleness=1", "rollout.in_flight=abort")
+    ahead = ("rollout.max_staleness=1", "rollout.oversample=1.5", "rollout.offload=[kv_cache]")
     sizes = ("rollout.max_response_tokens=512", "data.max_prompt_tokens=64", "actor.micro_batch_tokens=1024")
     short = ("agent.environment=guess_number", GUESSING[1], "agent.turn_tokens=40", "train.steps=3", "eval.every=3")
-    driver = launch("run.name=agents", *STILL, *beside, *calling, *sizes, *short)
+    driver = launch("run.name=agents", *STILL, *ahead, *calling, *sizes, *short)
     code, _, error = driver.finish()
     assert code == 0, error
     rows = [row for row in driver.metrics() if row["step"]]
@@ -63,7 +63,9 @@ def test_episodes_with_tools_are_trained_on_while_servers_play_the_next(
         assert row["agent/tool_calls"] > row["agent/tool_failures"] / 16 and row["actor/grad_norm"] > 0
         assert row["agent/policy_tokens"] > 0 and row["agent/environment_tokens"] > 0
         assert "reward/by/environment/mean" in row and "reward/by/share_of_digits/mean" in row
-    assert any(row["rollout/staleness_max"] == 1 for row in rows)
+    assert any(row["rollout/staleness_max"] == 1 and row["rollout/carried_tokens"] > 0 for row in rows)
+    # Half as many groups as a step takes are ahead; behind the last step there is none.
+    assert [row["rollout/groups_running"] + row["rollout/groups_finished"] for row in rows] == [2, 2, 0]
     assert all(row["eval/turns_mean"] >= 1 for row in driver.metrics() if "eval/accuracy" in row)
     lines = (driver.folder / "samples" / "step_000001.jsonl").read_text().splitlines()
     talks = [json.loads(line)["messages"] for line in lines]
