@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -111,27 +110,16 @@ def test_dpo_moves_the_policy_towards_the_chosen_answers(inputs: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(inputs / "runs" / "dpo" / "hf").lm_head.weight.any()
 
 
-def test_kto_learns_from_labels_and_goes_on_to_the_bit(inputs: Path) -> None:
+def test_kto_learns_from_labels(inputs: Path) -> None:
     """Context parallel, and a reference at a layout of its own: the KL is that of all rows, on both."""
     write_labelled(inputs)
     section = "kto: {beta: 0.5}\nreference: {parallel: {tp: 2}}\n"
-    whole = ("kto", written(inputs, "kto", section), "actor.parallel.cp=2")
-    done = megarl(*whole)
+    done = megarl("kto", written(inputs, "kto", section), "actor.parallel.cp=2")
     assert done.returncode == 0, done.stderr
-    run = inputs / "runs" / "kto"
-    rows = metrics(run)
+    rows = metrics(inputs / "runs" / "kto")
     held_out = {row["step"]: row for row in rows if "kto/eval_loss" in row}
     assert list(held_out) == [0, 2, 4]
     assert held_out[0]["kto/eval_loss"] == pytest.approx(0.5, abs=1e-4) and held_out[0]["kto/eval_kl"] < 1e-4
     assert held_out[4]["kto/eval_accuracy"] == pytest.approx(1.0)
     assert held_out[4]["kto/eval_desirable_reward"] > 0 > held_out[4]["kto/eval_undesirable_reward"]
-    weights = (run / "hf" / "model.safetensors").read_bytes()
-    shutil.rmtree(run / "checkpoints" / "step_000004")
-    done = megarl(*whole, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert [learned(row) for row in metrics(run)] == [learned(row) for row in rows]
-    assert (run / "hf" / "model.safetensors").read_bytes() == weights
-
-
-def learned(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name.startswith("kto/")}
+    assert AutoModelForCausalLM.from_pretrained(inputs / "runs" / "kto" / "hf").lm_head.weight.any()

@@ -51,6 +51,20 @@ def test_a_run_goes_on_as_if_nothing_had_been(runs: Runs, at: int, monkeypatch: 
     assert len(whole) == 5
 
 
+@pytest.mark.parametrize("command", ["sft", "rm", "dpo", "kto"])
+def test_a_supervised_run_goes_on_as_if_nothing_had_been(
+    runs: Runs, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the rows that it would have taken, and their losses."""
+    overrides = [*STEPS, "data.eval=null"]
+    whole = learned(runs, overrides, command=command)
+    _kill(monkeypatch, "save", call=3)
+    with pytest.raises(_KilledError):
+        learned(runs, overrides, command=command)
+    assert learned(runs, overrides, command=command, resume=True) == whole
+    assert list(whole) == [1, 2, 3, 4] and len({str(row) for row in whole.values()}) == 4
+
+
 def _drawn(client: Any, ids: Any, sampling: Sampling) -> int:
     """What a server draws: by the request's own seed, and of the weights that it has."""
     assert sampling.seed is not None
@@ -71,9 +85,9 @@ def _kill(patch: pytest.MonkeyPatch, method: str, *, call: int) -> None:
     patch.setattr(Rank, method, killed)
 
 
-def learned(runs: Runs, overrides: Sequence[str], *, resume: bool = False) -> dict[str, Any]:
+def learned(runs: Runs, overrides: Sequence[str], *, command: str = "train", resume: bool = False) -> dict[str, Any]:
     """All metrics by step, but those that tell of time, and of syncs that nobody needed."""
-    runs._run("train", overrides, resume=resume)
+    runs._run(command, overrides, resume=resume)
     [file] = (runs.root / "runs").rglob(METRICS_FILE)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return {row["step"]: {name: value for name, value in row.items() if not untold(name)} for row in rows}
