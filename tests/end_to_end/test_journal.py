@@ -85,9 +85,6 @@ def test_a_killed_run_trains_on_what_it_had(inputs: Path) -> None:
     assert steps_of(driver.folder / JOURNAL) == [1, 2, 3, 4]
     driver.assert_nothing_left()
 
-    code, _, error = start(inputs, *SETTING, "train.steps=5", "actor.optimizer.lr=2e-3", "--resume").finish(60)
-    assert code == 2
-    assert "actor.optimizer.lr was 0.001 and is 0.002" in error and "--discard-journal" in error
     replayed(driver)
 
 
@@ -100,5 +97,3 @@ def replayed(run: Driver) -> None:
     assert filecmp.cmp(
         run.folder / "hf" / "model.safetensors", run.folder / "replay-1" / "hf" / "model.safetensors", False
     )
-    code, _, error = start(inputs, "--to-step=5", run=run.folder, command="replay").finish(60)
-    assert code == 2 and "There are: steps 1 to 4, from the base model." in error
