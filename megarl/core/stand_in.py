@@ -79,8 +79,9 @@ def standing_in(packages: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in finders.values()]
-        for name in [name for name, module in sys.modules.items() if isinstance(module, StandInModule)]:
-            if any(name == package or name.startswith(f"{package}.") for package in finders):
+        made = [(name, module) for name, module in sys.modules.items() if isinstance(module, StandInModule)]
+        for name, module in made:  # by their own names: packages have others for their modules
+            if any(f"{module.__name__}.".startswith(f"{package}.") for package in finders):
                 del sys.modules[name]
         for package in finders:
             parent, _, child = package.rpartition(".")

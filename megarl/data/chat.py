@@ -312,22 +312,24 @@ def turn_mark(tokenizer: Tokenizer) -> str:
     return mark if any(token in mark for token in special) else ""
 
 
-def turn_end(tokenizer: Tokenizer) -> int | None:
-    """The special token that the chat template ends the assistant's turn with; None where there is no such token or template."""
+def behind_turn(tokenizer: Tokenizer) -> TokenArray | None:
+    """Tokens that the chat template puts behind what the assistant says; None where there is no template, or it refuses to."""
     if not has_chat_template(tokenizer):
         return None
     said = "what-the-assistant-said"
+    asked = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": said}]
     try:
-        text = apply_template(
-            tokenizer,
-            [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": said}],
-            generation_prompt=False,
-        )
+        text = apply_template(tokenizer, asked, generation_prompt=False)
     except TemplateRefusalError:  # told of with the rows
         return None
     (behind,) = encode_behind(tokenizer, [(said, text.partition(said)[2])])
-    special = special_ids(tokenizer)
-    return next((int(token) for token in behind if int(token) in special), None)
+    return behind
+
+
+def turn_end(tokenizer: Tokenizer) -> int | None:
+    """The special token that the chat template ends the assistant's turn with; None where there is no such token or template."""
+    behind, special = behind_turn(tokenizer), special_ids(tokenizer)
+    return None if behind is None else next((int(token) for token in behind if int(token) in special), None)
 
 
 def opens_turn(text: str, mark: str) -> bool:

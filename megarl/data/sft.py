@@ -22,6 +22,7 @@ from megarl.data.chat import (
     CALLS,
     Message,
     Tokenizer,
+    behind_turn,
     check_messages,
     check_unrendered,
     encode,
@@ -252,7 +253,9 @@ def tokenise(exchanges: Sequence[Exchange], tokenizer: Tokenizer) -> list[Demons
     pieces = [(index, piece) for index, each in enumerate(cut) for piece in each]
     ids: list[list[TokenArray]] = [[] for _ in exchanges]
     masks: list[list[NDArray[np.uint8]]] = [[] for _ in exchanges]
-    special = sorted(special_ids(tokenizer))
+    special, behind = sorted(special_ids(tokenizer)), behind_turn(tokenizer)
+    if behind is not None and not np.isin(behind, special).any():
+        special = []  # no such token ends a turn: those that are there are the assistant's words
     for (index, piece), tokens in zip(pieces, _encode_pieces(cut, tokenizer), strict=True):
         mask = np.zeros(len(tokens), np.uint8)
         if piece.trained:

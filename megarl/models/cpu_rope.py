@@ -49,8 +49,10 @@ class _Factors:
         """In float32, times a scale."""
         last = self._last
         if last is None or last[1] != scale or not torch.equal(last[0], angles):
-            # A copy: who gave the angles may change them.
-            last = self._last = angles.clone(), scale, (angles.cos() * scale).float(), (angles.sin() * scale).float()
+            with torch.inference_mode(False):  # who asks next may want gradients
+                # A copy: who gave the angles may change them.
+                last = angles.clone(), scale, (angles.cos() * scale).float(), (angles.sin() * scale).float()
+            self._last = last
         return last[2:]
 
 

@@ -140,7 +140,7 @@ def _import_without_compiling() -> None:
     try:
         # DTensor is what Megatron's FSDP and torch's own checkpoints tell apart from other tensors: no rank here has any, and
         # it comes with sympy, a fifth of what a rank loads.
-        with standing_in(("torch.distributed.tensor",)):
+        with standing_in(("torch.distributed.tensor", "torch.distributed._tensor")):
             for name in MODULES:
                 importlib.import_module(f"megatron.core.{name}")
     finally:

@@ -38,7 +38,12 @@ DISABLE = "TORCH_COMPILE_DISABLE"  # torch's own: 1 for nothing is compiled
 UNCOMPILED = ("biased_grouped_topk_impl", "swiglu_gpt_oss_sigmoid_alpha", "get_masked_input_and_mask")
 # Packages of torch of which SGLang and transformers name decorators and classes as they load, for what no server here does:
 # compile, shard by DTensor, attend by FlexAttention. They take more than half a second of each start, with sympy below them.
-ONLY_NAMED = ("torch._dynamo", "torch.distributed.tensor", "torch.nn.attention.flex_attention")
+ONLY_NAMED = (
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed._tensor",
+    "torch.nn.attention.flex_attention",
+)
 # Serves OpenAI's Responses API, and loads a tool protocol for it before the server answers anybody: SGLang goes on without.
 RESPONSES = "sglang.srt.entrypoints.openai.serving_responses"
 

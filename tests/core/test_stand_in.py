@@ -50,14 +50,15 @@ def test_names_of_a_stand_in_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
         assert module.__wrapped__
 
 
-def test_what_stands_in_is_gone_afterwards(package: str) -> None:
+def test_what_stands_in_is_gone_afterwards(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     finders = list(sys.meta_path)
     with standing_in((package,)):
         inner, part = importlib.import_module(package), importlib.import_module(f"{package}.part")
         assert isinstance(inner, StandInModule) and isinstance(part, StandInModule)
+        monkeypatch.setitem(sys.modules, "megarl_other_name", part)
         assert part.double(len) is len and sys.modules["megarl_outer"].inner is inner
         assert not isinstance("text", inner.Kind)
-    assert sys.meta_path == finders
+    assert sys.meta_path == finders and "megarl_other_name" not in sys.modules
     assert not hasattr(sys.modules["megarl_outer"], "inner")
     real = importlib.import_module(f"{package}.part")
     assert real.double(4) == 8 and importlib.import_module(package).real

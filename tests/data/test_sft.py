@@ -86,6 +86,17 @@ def test_an_end_of_turn_that_is_only_marked_as_special_ends_the_turn() -> None:
     assert trained == "two<|im_end|>"
 
 
+def test_where_no_token_ends_a_turn_all_of_an_answer_is_learned() -> None:
+    """As of GLM, whose turns end where the next one is opened: special tokens that an answer spells end nothing."""
+    bare = "{% for m in messages %}<|im_start|>{{ m.role + ' ' + m.content }}{% endfor %}"
+    opened = "{% if add_generation_prompt %}<|im_start|>{{ 'assistant ' }}{% endif %}"
+    tokenizer = make_tokenizer(chat_template=bare + opened)
+    answer = "<s> begins a text, <|im_end|> ends it"
+    whole, trained = spoken(tokenizer, demonstrate(tokenizer, {"prompt": "1+1?", "response": answer}))
+    assert whole == f"<|im_start|>user 1+1?<|im_start|>assistant {answer}"
+    assert trained == answer
+
+
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 CALLING = (
     "{% for tool in tools or [] %}[{{ tool['function']['name'] }}]{% endfor %}"

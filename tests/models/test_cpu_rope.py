@@ -61,6 +61,18 @@ def test_angles_that_change_are_noticed():
     torch.testing.assert_close(ours(t[:3], freqs[:3]), formula(t[:3].double(), freqs[:3].double(), 1.0).float())
 
 
+def test_gradients_come_after_a_pass_without_any_at_the_same_angles():
+    ours, _ = both()
+    t, freqs = torch.randn(5, 1, 2, 8, requires_grad=True), torch.randn(5, 1, 1, 8)
+    with torch.inference_mode():
+        before = ours(t, freqs * 1)
+    found = ours(t, freqs)
+    assert torch.equal(found, before)
+    [grad] = torch.autograd.grad(found.sum(), t)
+    [wanted] = torch.autograd.grad(formula(t.double(), freqs.double(), 1.0).sum(), t)
+    torch.testing.assert_close(grad, wanted)
+
+
 @pytest.mark.parametrize(
     ("dtype", "options"), [(torch.bfloat16, ()), (torch.float32, (True,)), (torch.float32, (False, True))]
 )

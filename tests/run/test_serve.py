@@ -19,6 +19,7 @@ import openai
 import pytest
 
 from megarl.cli import main
+from megarl.cluster.stacks import foreign_stack
 from megarl.core.errors import UserError
 from megarl.core.janitor import kill_all, segments_of
 from megarl.core.scratch import REGISTRY
@@ -99,7 +100,11 @@ def test_a_run_is_served_until_ctrl_c_and_nothing_stays(served: Served) -> None:
     [registry] = served.temp.glob(f"megarl-*/{REGISTRY}")
     assert segments_of(tree) <= set(registry.read_text().split()) != set()
     served.process.send_signal(signal.SIGINT)
-    assert served.process.wait(60) == 128 + signal.SIGINT
+    try:
+        assert served.process.wait(60) == 128 + signal.SIGINT
+    except subprocess.TimeoutExpired as error:
+        stacks = "\n".join(f"== {pid}\n{foreign_stack(pid)}" for pid in process_tree(served.process.pid))
+        raise AssertionError(f"it goes on after Ctrl-C:\n{stacks}") from error
     assert ended(tree)
     assert not [path.name for path in served.temp.iterdir() if path.name.startswith("megarl-")]
 
