@@ -5,12 +5,15 @@ Not the request to stop with a checkpoint, which is SIGUSR1: core/stop.py.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 from megarl.core.errors import InterruptError
 
@@ -66,3 +69,44 @@ class Interrupts:
         if number == signal.SIGINT and now - self._since > SAME_S:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
+    """As `asyncio.run`; a signal is heard at once, cancels the work, and is raised where that has ended.
+
+    An exception that a signal raises within the event loop may cost it a callback that it was about to call, and what waits for
+    that would wait for ever. A second signal is raised at once. For the main thread; a signal that is ignored stays so.
+    """
+    before = {number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
+    raised: list[KeyboardInterrupt] = []
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    async def listen() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.create_task(work)
+
+        def hear(number: int) -> None:
+            for each in before:
+                loop.remove_signal_handler(each)
+            restore()
+            try:
+                signal.raise_signal(number)
+            except KeyboardInterrupt as error:
+                raised.append(error)
+            task.cancel()
+
+        for number in before:
+            loop.add_signal_handler(number, hear, number)
+        await task
+
+    try:
+        asyncio.run(listen())
+    except asyncio.CancelledError:
+        if not raised:
+            raise
+    finally:
+        restore()
+    if raised:
+        raise raised[0]

@@ -17,6 +17,7 @@ from megarl.agents.endpoint.http import Endpoint
 from megarl.agents.endpoint.model import Model
 from megarl.convert.source import find_source
 from megarl.core.errors import MegarlError, UserError
+from megarl.core.interrupts import run_interruptibly
 from megarl.core.janitor import RUN_ID_VARIABLE, register_segments
 from megarl.core.platform import get_platform, num_local_devices
 from megarl.core.scratch import Scratch, temporary
@@ -91,7 +92,7 @@ def run_serve(settings: ServeSettings) -> None:
             name = settings.name or settings.path.resolve().name
             if not has_chat_template(tokenizer):
                 console.print("The tokenizer has no chat template: completions alone are answered.", markup=False)
-            asyncio.run(_serve(settings, server, Model(name, tokenizer, parser), context, console))
+            run_interruptibly(_serve(settings, server, Model(name, tokenizer, parser), context, console))
         finally:
             server.stop()
 

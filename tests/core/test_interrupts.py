@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 # Takes itself apart for ever once it was interrupted; says when it begins.
 STUBBORN = """
 import signal, time
@@ -56,3 +58,37 @@ def test_a_reader_that_the_same_ctrl_c_has_ended_makes_no_other_error_of_it() ->
     process.kill()
     process.wait()
     process.stdout.close()
+
+
+# Says what came of its work, and with which number it ends.
+LOOPING = """
+import asyncio
+from megarl.core.interrupts import Interrupts, run_interruptibly
+async def work():
+    try:
+        print("up", flush=True)
+        await asyncio.sleep({seconds})
+    finally:
+        await asyncio.sleep(0.2)
+        print("closed", flush=True)
+with Interrupts() as interrupts:
+    try:
+        run_interruptibly(work())
+        print("whole")
+    except KeyboardInterrupt as error:
+        print(interrupts.error(error).exit_code)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_work_of_an_event_loop_is_closed_before_a_signal_is_heard(number: signal.Signals) -> None:
+    process = start(LOOPING.format(seconds=60))
+    process.send_signal(number)
+    out, error = process.communicate(timeout=10)
+    assert out == f"closed\n{128 + number}\n"
+    assert error == f"\nmegarl: {number.name}: ending everything in order (Ctrl-C again: at once)\n"
+
+
+def test_work_that_nobody_interrupts_comes_to_its_end_and_signals_are_as_before() -> None:
+    process = start(LOOPING.format(seconds=0) + "import signal; print(signal.getsignal(signal.SIGINT).__name__)")
+    assert process.communicate(timeout=10) == ("closed\nwhole\ndefault_int_handler\n", "")
