@@ -3,7 +3,8 @@
 SGLang imports packages that exist only with CUDA, though its torch-native CPU path calls next to nothing of them.
 Before SGLang loads, this adapter answers those imports: `sgl_kernel` with a small module, `triton` and `torchvision`
 with packages whose names resolve and do nothing. Nothing of SGLang is changed. Written for SGLang 0.5.21; it refuses
-any other. In deterministic mode SGLang's batch-invariant kernels have a stand-in, too (sglang_cpu_invariant.py).
+any other. In deterministic mode SGLang's batch-invariant kernels have a stand-in, too (sglang_cpu_invariant.py). Parts of torch
+that are only named while SGLang loads are stood in for meanwhile.
 
 SGLang's scheduler and detokenizer start as copies of the process that has loaded it. Never used where CUDA is available:
 the launcher there is megarl/serving/sglang_server.py.

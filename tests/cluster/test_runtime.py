@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megarl.cluster.runtime import Runtime
+from megarl.cluster.runtime import DASHBOARD, Runtime
 from megarl.cluster.services import MONITOR, end_monitor
 from megarl.core.errors import UserError
 from megarl.core.janitor import RUN_ID_VARIABLE, processes_of
@@ -57,8 +58,18 @@ def test_spares_without_nodes_are_refused(platform: Platform, monkeypatch: pytes
 def test_a_ray_that_was_too_slow_is_started_once_more(
     platform: Platform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ray's own processes are there by then: nothing of the first start is left."""
+    """Ray's own processes are there by then: nothing of the first start is left. Its dashboard's packages are not looked for."""
     from ray._private import services
+
+    looked_for: list[str] = []
+
+    class Looks:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> None:
+            looked_for.append(name)
+
+    monkeypatch.delitem(sys.modules, DASHBOARD, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Looks, *sys.meta_path])
 
     real, asked = services.get_node, 0
 
@@ -80,5 +91,5 @@ def test_a_ray_that_was_too_slow_is_started_once_more(
         end_monitor()
         assert monitor.wait(30) == -signal.SIGKILL
         assert not runtime.nodes.services.ended()
-    assert "It is started once more" in caplog.text
+    assert "It is started once more" in caplog.text and DASHBOARD not in looked_for
     assert processes_of(run_id) == []

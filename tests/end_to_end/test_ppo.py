@@ -90,3 +90,4 @@ def test_a_run_goes_on_with_all_that_was_saved_and_a_critic_apart_learns_beside_
     assert rows[0]["reward/kl_coef"] < before[3]["reward/kl_coef"]
     # What is waited for the critic's first update, if anything, counts in the second step.
     assert "perf/critic_s" not in rows[0]
+    assert all("perf/critic_s" in row for row in before[1:]), "on the actor's devices it is waited for"

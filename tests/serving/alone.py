@@ -13,8 +13,9 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 
-UNWANTED = ("megatron", "wandb", "scipy", "sympy", "mcp", "torch._dynamo", "torch.distributed.tensor")
+UNWANTED = ("megatron", "wandb", "scipy", "sympy", "torch._dynamo", "torch.distributed.tensor")
 LONGEST_S = 100
 
 
@@ -46,6 +47,9 @@ def main() -> None:
     sglang_cpu.load()
     sglang_cpu.fork_children()
     unwanted = [name for name in UNWANTED if name in sys.modules]
+    with suppress(ImportError):  # what SGLang tries before it answers, and goes on without
+        importlib.import_module(sglang_cpu.RESPONSES)
+        unwanted.append(sglang_cpu.RESPONSES)
     multiprocessing.set_start_method("spawn", force=True)
     loaded = {
         "unwanted": unwanted,
