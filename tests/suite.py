@@ -3,8 +3,9 @@
 Most tests wait much of the time, for processes that start or for deadlines: there is one worker more than there are cores, where
 the memory suffices. Which file comes first is said in tests/support/file_order.py.
 
-A few that fail are run once more, alone, and said so: three runs on two cores now and then starve one beyond a deadline that a
-run has to itself. What fails alone fails. Exits as pytest does.
+Where a few fail, their files are run once more, alone, and said so: three runs on two cores now and then starve one beyond a
+deadline that a run has to itself. Whole files, because some break their servers a little more with each test. What fails alone
+fails. Exits as pytest does.
 """
 
 from __future__ import annotations
@@ -46,21 +47,22 @@ def failures(cache: Path) -> list[str]:
     return sorted(json.loads(noted.read_text())) if noted.is_file() else []
 
 
-def main(words: list[str], cache: Path = CACHE) -> int:
-    """The exit code. cache: where pytest notes what failed."""
-    words = ["-o", f"cache_dir={cache}", *words]
-    code = _run(command(words))
+def main(words: list[str], root: Path = ROOT, cache: Path = CACHE) -> int:
+    """The exit code. words: options, files and folders, as seen from root. cache: where pytest notes what failed."""
+    options = ["--rootdir", str(root), "-o", f"cache_dir={cache}"]
+    code = _run(command([*options, *words]), root)
     again = failures(cache)
     if code != FAILED or not 0 < len(again) <= MOST_AGAIN:
         return code
     print("\nFailed beside others; once more, alone:", *again, "", sep="\n  ", flush=True)
-    code = _run([*PYTEST, "--last-failed", *words])
+    files = sorted({name.partition("::")[0] for name in again})
+    code = _run([*PYTEST, *options, *(word for word in words if not (root / word).exists()), *files], root)
     print(f"Of {len(again)} that failed beside others, {'some failed' if code else 'all passed'} alone.", flush=True)
     return code
 
 
-def _run(command: list[str]) -> int:
-    return subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, check=False).returncode
+def _run(command: list[str], root: Path) -> int:
+    return subprocess.run(command, cwd=root, env=os.environ | ENVIRONMENT, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -93,25 +93,40 @@ TESTS = """
 from pathlib import Path
 import pytest
 RUNS = Path(__file__).with_name("runs")
+def test_before_it() -> None:
+    RUNS.with_name("before").write_text("b")
 def test_that_passes_alone() -> None:
+    assert RUNS.with_name("before").read_text() == "b"
+    RUNS.with_name("before").unlink()
     with RUNS.open("a") as file:
         file.write("x")
     assert len(RUNS.read_text()) > 1
 @pytest.mark.parametrize("which", range({failing}))
 def test_that_never_passes(which: int) -> None:
     assert which < 0
+"""
+
+
+ONCE = """
+from pathlib import Path
 def test_that_passes() -> None:
-    assert not RUNS.with_name("again").exists()
-    RUNS.with_name("again").touch()
+    Path(__file__).with_name("again").touch(exist_ok=False)
 """
 
 
 @pytest.mark.parametrize(("failing", "code", "runs"), [(0, 0, 2), (1, 1, 2), (MOST_AGAIN, 1, 1)])
-def test_a_few_that_fail_are_run_once_more_and_what_fails_again_fails(
-    failing: int, code: int, runs: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_the_files_of_a_few_that_fail_are_run_once_more_and_what_fails_again_fails(
+    failing: int,
+    code: int,
+    runs: int,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the queue's own modules
     (tmp_path / "test_some.py").write_text(TESTS.format(failing=failing))
-    assert main([str(tmp_path), "-n1"], tmp_path / "cache") == code
+    (tmp_path / "test_other.py").write_text(ONCE)
+    assert main(["-n1", "."], tmp_path, tmp_path / "cache") == code
     assert len((tmp_path / "runs").read_text()) == runs
     out = capfd.readouterr().out
     assert ("all passed alone" in out) == (code == 0)
