@@ -75,7 +75,8 @@ def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
     """As `asyncio.run`; a signal is heard at once, cancels the work, and is raised where that has ended.
 
     An exception that a signal raises within the event loop may cost it a callback that it was about to call, and what waits for
-    that would wait for ever. A second signal is raised at once. For the main thread; a signal that is ignored stays so.
+    that would wait for ever. A second signal is raised at once. For the main thread; a signal that is ignored stays so. What goes
+    wrong while the work ends is a note of what is raised.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
     raised: list[KeyboardInterrupt] = []
@@ -103,9 +104,11 @@ def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
 
     try:
         asyncio.run(listen())
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, Exception) as error:
         if not raised:
             raise
+        if not isinstance(error, asyncio.CancelledError):
+            raised[0].add_note(f"While it ended, {type(error).__name__}: {error}")
     finally:
         restore()
     if raised:

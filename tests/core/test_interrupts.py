@@ -71,18 +71,19 @@ async def work():
     finally:
         await asyncio.sleep(0.2)
         print("closed", flush=True)
+        {closing}
 with Interrupts() as interrupts:
     try:
         run_interruptibly(work())
         print("whole")
     except KeyboardInterrupt as error:
-        print(interrupts.error(error).exit_code)
+        print(interrupts.error(error).exit_code, *getattr(error, "__notes__", ()))
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_work_of_an_event_loop_is_closed_before_a_signal_is_heard(number: signal.Signals) -> None:
-    process = start(LOOPING.format(seconds=60))
+    process = start(LOOPING.format(seconds=60, closing=""))
     process.send_signal(number)
     out, error = process.communicate(timeout=10)
     assert out == f"closed\n{128 + number}\n"
@@ -90,5 +91,19 @@ def test_work_of_an_event_loop_is_closed_before_a_signal_is_heard(number: signal
 
 
 def test_work_that_nobody_interrupts_comes_to_its_end_and_signals_are_as_before() -> None:
-    process = start(LOOPING.format(seconds=0) + "import signal; print(signal.getsignal(signal.SIGINT).__name__)")
+    process = start(
+        LOOPING.format(seconds=0, closing="") + "import signal; print(signal.getsignal(signal.SIGINT).__name__)"
+    )
     assert process.communicate(timeout=10) == ("closed\nwhole\ndefault_int_handler\n", "")
+
+
+def test_a_signal_is_what_is_heard_where_the_end_goes_wrong() -> None:
+    process = start(LOOPING.format(seconds=60, closing="raise OSError('no socket')"))
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=10)[0] == "closed\n143 While it ended, OSError: no socket\n"
+
+
+def test_an_error_that_no_signal_came_before_is_raised() -> None:
+    process = start(LOOPING.format(seconds=0, closing="raise OSError('no socket')"))
+    out, error = process.communicate(timeout=10)
+    assert out == "closed\n" and error.endswith("OSError: no socket\n") and process.returncode == 1
