@@ -38,7 +38,9 @@ ALL_SPARSE = ("qwen2_moe", "qwen3_moe")  # families that SGLang builds with expe
 ATTENTION = "-attention-backend"  # and of prefill and decode apart
 SLIDING_FAMILIES = ("gemma3", "gpt_oss")  # whose windows SGLang keeps to
 NO_HEAD_DIM = ("qwen2_moe", "mixtral")  # families that SGLang builds without it
-OWN_HEADS = ("qwen2_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss")  # families that SGLang builds with a head of its own
+# Families that SGLang builds with a head of its own, and those whose head it does not load.
+OWN_HEADS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_lite", "gpt_oss")
+TIED_HEADS = ("gemma3",)
 BUILT_AS_STORED = ("gpt_oss",)  # families of which SGLang builds parts in the dtype that the config names
 UNREAD_CALLS = ("gpt_oss",)  # families that write calls of tools which SGLang's parsers pass over
 MARK = "servers_mark"  # in a run's folder
@@ -147,10 +149,10 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
     0.5.21 knows no sliding window in models of Llama's kind (models/qwen2.py, qwen3.py, qwen3_moe.py, mistral.py, mixtral.py, and
     llama.py for Phi-3): they attend to all tokens. It reads neither mlp_only_layers nor decoder_sparse_step (models/qwen2_moe.py,
     qwen3_moe.py: every layer is sparse): weights of a dense layer would go nowhere, and experts that nothing fills would answer.
-    Qwen2-MoE, GLM-4.5, GLM-4.7-Flash and gpt-oss it builds with a head of their own (models/qwen2_moe.py, glm4_moe.py,
-    glm4_moe_lite.py, gpt_oss.py), which nothing would fill either; and GLM-4.7-Flash with experts in all layers behind the first
-    dense ones. Qwen2-MoE's and Mixtral's heads (models/mixtral.py) are hidden_size / num_attention_heads wide there, whatever
-    head_dim says.
+    The OWN_HEADS it builds in any case (models/qwen2_moe.py, qwen3_moe.py, mixtral.py, glm4_moe.py, glm4_moe_lite.py,
+    gpt_oss.py), and nothing would fill them either; that of Gemma 3 it never loads (gemma3_causal.py). GLM-4.7-Flash it builds
+    with experts in all layers behind the first dense ones. Qwen2-MoE's and Mixtral's heads of attention (models/mixtral.py) are
+    hidden_size / num_attention_heads wide there, whatever head_dim says.
     """
     if model.window is not None and model.window < longest - 1 and model.family not in SLIDING_FAMILIES:
         raise UserError(
@@ -168,6 +170,11 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
         raise UserError(
             f"{where}: the head of the model is its embedding (tie_word_embeddings in its config.json), and SGLang builds "
             f"{model.architecture} with a head of its own: it cannot serve this model. Take one that has a head."
+        )
+    if model.family in TIED_HEADS and not model.tied_embeddings:
+        raise UserError(
+            f"{where}: the model has a head of its own (tie_word_embeddings is false in its config.json), and SGLang does not "
+            f"load that of {model.architecture}: it cannot serve this model. Take one whose head is its embedding."
         )
     width = model.hidden_size // model.num_heads
     if model.family in NO_HEAD_DIM and model.head_dim != width:

@@ -247,6 +247,23 @@ def test_gpt_oss_is_served_in_its_configs_dtype_and_hashed_on_a_cpu_alone(place:
         check_calls("--tool-parser", "gpt-oss", model)
 
 
+@pytest.mark.parametrize(
+    ("family", "tied", "said"),
+    [
+        ("mixtral", True, r"MixtralForCausalLM with a head of its own"),
+        ("qwen3_moe", True, r"Qwen3MoeForCausalLM with a head of its own"),
+        ("gemma3", False, r"SGLang does not load that of Gemma3ForCausalLM"),
+    ],
+)
+def test_heads_that_sglang_would_leave_empty_are_refused(place: Place, family: str, tied: bool, said: str) -> None:
+    recipe = load_recipe(place.recipe, []).recipe
+    sparse = {"mlp_only_layers": []} if family == "qwen3_moe" else {}
+    model = load_model_config(write_tiny_model(place.root / family, family, tie_word_embeddings=not tied, **sparse))
+    check_servers(recipe, model, get_platform("cpu"))
+    with pytest.raises(UserError, match=said):
+        check_servers(recipe, replace(model, tied_embeddings=tied), get_platform("cpu"))
+
+
 def test_glm_is_served_with_a_head_of_its_own(place: Place) -> None:
     recipe = load_recipe(place.recipe, []).recipe
     model = load_model_config(write_tiny_model(place.root / "glm", "glm4_moe"))
@@ -293,7 +310,10 @@ def test_a_model_alone_is_served_as_far_as_sglang_computes_it(tmp_path: Path) ->
 
     assert check_alone(tmp_path, plain, cpu, "float32") == plain.max_positions
     assert check_alone(tmp_path, replace(plain, window=100), cpu, "bfloat16") == 101
-    assert check_alone(tmp_path, replace(plain, window=100, family="gemma3"), cpu, "bfloat16") == plain.max_positions
+    assert (
+        check_alone(tmp_path, replace(plain, window=100, family="gemma3", tied_embeddings=True), cpu, "bfloat16")
+        == plain.max_positions
+    )
     short = replace(plain, rope=Rope(1e4, "longrope", original_positions=64))
     assert check_alone(tmp_path, short, cpu, "bfloat16") == 64
     for model, platform, dtype, says in (
