@@ -41,6 +41,7 @@ NO_HEAD_DIM = ("qwen2_moe", "mixtral")  # families that SGLang builds without it
 # Families that SGLang builds with a head of its own, and those whose head it does not load.
 OWN_HEADS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_lite", "gpt_oss")
 TIED_HEADS = ("gemma3",)
+UNSCALED = ("mixtral",)  # families that SGLang builds with plain RoPE
 BUILT_AS_STORED = ("gpt_oss",)  # families of which SGLang builds parts in the dtype that the config names
 UNREAD_CALLS = ("gpt_oss",)  # families that write calls of tools which SGLang's parsers pass over
 MARK = "servers_mark"  # in a run's folder
@@ -152,7 +153,7 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
     The OWN_HEADS it builds in any case (models/qwen2_moe.py, qwen3_moe.py, mixtral.py, glm4_moe.py, glm4_moe_lite.py,
     gpt_oss.py), and nothing would fill them either; that of Gemma 3 it never loads (gemma3_causal.py). GLM-4.7-Flash it builds
     with experts in all layers behind the first dense ones. Qwen2-MoE's and Mixtral's heads of attention (models/mixtral.py) are
-    hidden_size / num_attention_heads wide there, whatever head_dim says.
+    hidden_size / num_attention_heads wide there, whatever head_dim says, and Mixtral's RoPE is never scaled.
     """
     if model.window is not None and model.window < longest - 1 and model.family not in SLIDING_FAMILIES:
         raise UserError(
@@ -175,6 +176,11 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
         raise UserError(
             f"{where}: the model has a head of its own (tie_word_embeddings is false in its config.json), and SGLang does not "
             f"load that of {model.architecture}: it cannot serve this model. Take one whose head is its embedding."
+        )
+    if model.family in UNSCALED and model.rope.kind != "default":
+        raise UserError(
+            f"{where}: the model's RoPE is scaled ({model.rope.kind} in its config.json), and SGLang builds {model.architecture} "
+            "with plain RoPE: it cannot serve this model. Take one whose RoPE is not scaled."
         )
     width = model.hidden_size // model.num_heads
     if model.family in NO_HEAD_DIM and model.head_dim != width:

@@ -217,6 +217,10 @@ def test_a_shared_expert_with_a_gate_is_served_with_a_head_and_hashed_as_it_is(p
     mixtral = load_model_config(write_tiny_model(place.root / "mixtral", "mixtral", head_dim=own))
     with pytest.raises(UserError, match="MixtralForCausalLM with"):
         check_servers(cuda, mixtral, get_platform("cuda"))
+    yarn = replace(mixtral, head_dim=own // 2, rope=replace(mixtral.rope, kind="yarn", factor=4.0))
+    with pytest.raises(UserError, match=r"scaled \(yarn .* MixtralForCausalLM with plain RoPE"):
+        check_servers(cuda, yarn, get_platform("cuda"))
+    check_servers(cuda, replace(yarn, rope=mixtral.rope), get_platform("cuda"))
 
 
 def test_gpt_oss_is_served_in_its_configs_dtype_and_hashed_on_a_cpu_alone(place: Place, tmp_path: Path) -> None:
