@@ -94,6 +94,7 @@ ROWS = (
     Row("layer_memory", "torch's fake tensors at the widths of real models ([placement](placement.md))", parts.layer_memory),
     Row("deterministic", "the same server by default ([the same run twice](determinism.md))", runs.deterministic),
     Row("server_sleep", "the server awake", parts.server_sleep),
+    Row("served_models", "transformers, the same weights and sequences; bound 1e-4 nats", parts.served_models),
     Row("weight_sync", "shared memory: memcpy once, target 40%; broadcast: a bare one, target 70%", parts.weight_sync),
     Row(
         "weight_sync_layouts",

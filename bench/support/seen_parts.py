@@ -162,6 +162,18 @@ def server_sleep(result: Result) -> str:
     return f"on {result['platform']}: {mib}; {answers}"
 
 
+def served_models(result: Result) -> str:
+    rows = result["rows"]
+    served, refused = ([row for row in rows if bool(row["refused"]) == each] for each in (False, True))
+    needless = sum(row["difference"] <= result["bound"] for row in refused)
+    return (
+        f"{len(served)} configs of {len({row['family'] for row in rows})} families are served: at most "
+        f"{max(row['difference'] for row in served):.1e} nats apart; {len(refused)} are refused: "
+        f"{min(row['difference'] for row in refused):.1e} to {max(row['difference'] for row in refused):.1e} apart, "
+        f"{needless} of them for nothing"
+    )
+
+
 def weight_sync(result: Result) -> str:
     size = result["bytes"]
     rows = "; ".join(

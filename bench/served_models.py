@@ -1,0 +1,163 @@
+"""Whether servers compute what a model's config says: SGLang on this machine beside transformers, config by config.
+
+    python -m bench.served_models
+
+A tiny random model of each served family, then each key by which configs of the family differ and that megarl reads. Both are
+asked for the log-probs of the same sequences, in float32. Where `megarl train` refuses to serve a model, its server is asked all
+the same: it should differ, or the refusal is for nothing. Exits with 1 where a model that is not refused differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from bench.support.measure import no_options, write
+from megarl.core.errors import UserError
+from megarl.core.platform import get_platform
+from megarl.models.hf_config import load_model_config
+from megarl.run.servers_check import check_alone
+from megarl.serving.server import ProcessPlace, ServerSpec
+from megarl.sync.verify import probe_servers
+from tests.support.forked_servers import Copies, forked_servers
+from tests.support.served import CONTEXT, KEY, START_S, HfModel
+from tests.support.tiny import longrope, write_tiny_model
+
+BOUND = 1e-4  # nats
+LENGTHS = (2, 11, 60)
+VOCABULARY = 100
+SPARSE: dict[str, Any] = {"mlp_only_layers": []}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SCALED = {"linear": LINEAR, "yarn": {"rope_parameters": YARN}, "llama3": {"rope_parameters": LLAMA3}}
+HEADS = {"tied": TIED, "head of its own": UNTIED}
+WHOLE_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
+# Family -> what all its models have here, and by what name those differ. Latent attention is served on CUDA alone.
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "qwen2": ({}, {**HEADS, **SCALED}),
+    "qwen3": ({}, {**HEADS, **SCALED, "one key-value head": {"num_key_value_heads": 1}}),
+    "llama": ({}, {**HEADS, **SCALED, "wide heads": {"head_dim": 32}, "epsilon": {"rms_norm_eps": 1e-2}}),
+    "mistral": ({}, {**HEADS, **SCALED, "wide heads": {"head_dim": 32}}),
+    "phi3": ({}, {**HEADS, "longrope": longrope(), "longrope over a part": longrope(0.75)}),
+    "glm4": ({}, {**HEADS, "no biases": {"attention_bias": False}, "RoPE over whole heads": WHOLE_ROPE}),
+    "gemma3": (
+        {},
+        {
+            **HEADS,
+            "other layers": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "scale of queries": {"query_pre_attn_scalar": 168},
+        },
+    ),
+    "qwen3_moe": (SPARSE, {**HEADS, **SCALED, "weights not normalized": {"norm_topk_prob": False}}),
+    "qwen2_moe": (
+        SPARSE,
+        {**HEADS, **SCALED, "weights normalized": {"norm_topk_prob": True}, "no biases": {"qkv_bias": False}},
+    ),
+    "mixtral": ({}, {**HEADS, **SCALED, "wide heads": {"head_dim": 32}, "three experts": {"num_experts_per_tok": 3}}),
+    "glm4_moe": (
+        {},
+        {
+            **HEADS,
+            "norms of queries and keys": {"use_qk_norm": True},
+            "no biases": {"attention_bias": False},
+            "two shared experts": {"n_shared_experts": 2},
+            "scale of experts": {"routed_scaling_factor": 2.5},
+            "RoPE over whole heads": WHOLE_ROPE,
+        },
+    ),
+    "gpt_oss": (
+        {},
+        {
+            **HEADS,
+            "RoPE not scaled": {"rope_parameters": {"rope_type": "default", "rope_theta": 1.5e5}},
+            "other layers": {"layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+        },
+    ),
+}
+
+
+def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(family, what is told of it, overrides of its tiny config)."""
+    for family, (common, variants) in FAMILIES.items():
+        yield family, "as it is", common
+        for told, overrides in variants.items():
+            yield family, told, {**common, **overrides}
+
+
+def refusal(folder: Path) -> str:
+    """Why no server of a run gets this model; empty where one does."""
+    try:
+        check_alone(folder, load_model_config(folder), get_platform("cpu"), "float32")
+    except UserError as error:
+        return str(error).removeprefix(f"{folder}: ")
+    return ""
+
+
+def difference(folder: Path, copies: Copies, logs: Path) -> float:
+    """The largest between server and transformers over all tokens, nats."""
+    generator = np.random.default_rng(0)
+    probe = [generator.integers(5, VOCABULARY, length).tolist() for length in LENGTHS]
+    spec = ServerSpec(folder, "float32", kv_tokens=4096, context_length=CONTEXT // 4)
+    server = copies.server("server", spec, get_platform("cpu"), ProcessPlace(logs, KEY))
+    server.start()
+    try:
+        server.wait_ready(START_S)
+        answers = asyncio.run(probe_servers([server.endpoint], probe, START_S))
+    finally:
+        server.stop()
+    if answers.failed:
+        raise RuntimeError(answers.failed["server"])
+    model, [served] = HfModel(folder), answers.logprobs.values()
+    return max(float(abs(model.logprobs(row) - found).max()) for row, found in zip(probe, served, strict=True))
+
+
+def failed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Models that a run would serve and that the server computes otherwise."""
+    return [row for row in rows if not row["refused"] and not row["difference"] <= BOUND]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="SGLang beside transformers, the same weights and sequences, float32")
+    for column in ("family", "config", "difference, nats", "megarl"):
+        table.add_column(column, justify="right" if "nats" in column else "left")
+    for row in rows:
+        needless = " (for nothing)" if row["difference"] <= BOUND else ""
+        verdict = f"refuses{needless}" if row["refused"] else "serves"
+        table.add_row(row["family"], row["config"], f"{row['difference']:.1e}", verdict)
+    Console().print(table)
+
+
+def main() -> None:
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary, forked_servers() as copies:
+        for number, (family, told, overrides) in enumerate(track(list(cases()), "models")):
+            folder = Path(temporary) / f"model {number}"
+            write_tiny_model(folder, family, **overrides)
+            apart = difference(folder, copies, Path(temporary) / "logs")
+            rows.append({"family": family, "config": told, "refused": refusal(folder), "difference": apart})
+    show(rows)
+    write("served_models", {"bound": BOUND, "rows": rows}, None)
+    sys.exit(1 if failed(rows) else 0)
+
+
+if __name__ == "__main__":
+    no_options(__doc__)
+    main()
