@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.support.measure import no_options, write
-from megarl.core.errors import UserError
+from megarl.core.errors import MegarlError, UserError
 from megarl.core.platform import get_platform
 from megarl.models.hf_config import load_model_config
 from megarl.run.servers_check import check_alone
@@ -111,8 +111,8 @@ def refusal(folder: Path) -> str:
     return ""
 
 
-def difference(folder: Path, copies: Copies, logs: Path) -> float:
-    """The largest between server and transformers over all tokens, nats."""
+def difference(folder: Path, copies: Copies, logs: Path) -> float | None:
+    """The largest between server and transformers over all tokens, nats; None where the server ends, or says no numbers."""
     generator = np.random.default_rng(0)
     probe = [generator.integers(5, VOCABULARY, length).tolist() for length in LENGTHS]
     spec = ServerSpec(folder, "float32", kv_tokens=4096, context_length=CONTEXT // 4)
@@ -121,17 +121,24 @@ def difference(folder: Path, copies: Copies, logs: Path) -> float:
     try:
         server.wait_ready(START_S)
         answers = asyncio.run(probe_servers([server.endpoint], probe, START_S))
+    except MegarlError:
+        return None
     finally:
         server.stop()
     if answers.failed:
-        raise RuntimeError(answers.failed["server"])
+        return None
     model, [served] = HfModel(folder), answers.logprobs.values()
     return max(float(abs(model.logprobs(row) - found).max()) for row, found in zip(probe, served, strict=True))
 
 
 def failed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Models that a run would serve and that the server computes otherwise."""
-    return [row for row in rows if not row["refused"] and not row["difference"] <= BOUND]
+    return [row for row in rows if not row["refused"] and not equal(row)]
+
+
+def equal(row: dict[str, Any]) -> bool:
+    """Whether the server computes what transformers does."""
+    return row["difference"] is not None and row["difference"] <= BOUND
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -139,9 +146,10 @@ def show(rows: list[dict[str, Any]]) -> None:
     for column in ("family", "config", "difference, nats", "megarl"):
         table.add_column(column, justify="right" if "nats" in column else "left")
     for row in rows:
-        needless = " (for nothing)" if row["difference"] <= BOUND else ""
+        needless = " (for nothing)" if equal(row) else ""
+        apart = "no answer" if row["difference"] is None else f"{row['difference']:.1e}"
         verdict = f"refuses{needless}" if row["refused"] else "serves"
-        table.add_row(row["family"], row["config"], f"{row['difference']:.1e}", verdict)
+        table.add_row(row["family"], row["config"], apart, verdict)
     Console().print(table)
 
 

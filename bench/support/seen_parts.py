@@ -164,13 +164,12 @@ def server_sleep(result: Result) -> str:
 
 def served_models(result: Result) -> str:
     rows = result["rows"]
-    served, refused = ([row for row in rows if bool(row["refused"]) == each] for each in (False, True))
-    needless = sum(row["difference"] <= result["bound"] for row in refused)
+    served, refused = ([row["difference"] for row in rows if bool(row["refused"]) == each] for each in (False, True))
+    numbers = [each for each in refused if each is not None]
     return (
-        f"{len(served)} configs of {len({row['family'] for row in rows})} families are served: at most "
-        f"{max(row['difference'] for row in served):.1e} nats apart; {len(refused)} are refused: "
-        f"{min(row['difference'] for row in refused):.1e} to {max(row['difference'] for row in refused):.1e} apart, "
-        f"{needless} of them for nothing"
+        f"{len(served)} configs of {len({row['family'] for row in rows})} families are served: at most {max(served):.1e} nats "
+        f"apart; {len(refused)} are refused: {min(numbers):.1e} to {max(numbers):.1e} apart, or no answer at all "
+        f"({len(refused) - len(numbers)}); {sum(each <= result['bound'] for each in numbers)} of them for nothing"
     )
 
 

@@ -21,8 +21,9 @@ def test_what_is_served_otherwise_than_transformers_computes_it_fails_and_nothin
         for config, refused, difference in [
             ("good", "", 1e-6),
             ("bad", "", 1e-3),
-            ("broken", "", float("nan")),
+            ("broken", "", None),
             ("refused", "no head", 0.5),
+            ("refused and broken", "no head", None),
             ("refused for nothing", "no head", 0.0),
         ]
     ]
