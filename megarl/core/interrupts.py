@@ -75,8 +75,8 @@ def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
     """As `asyncio.run`; a signal is heard at once, cancels the work, and is raised where that has ended.
 
     An exception that a signal raises within the event loop may cost it a callback that it was about to call, and what waits for
-    that would wait for ever. A second signal is raised at once. For the main thread; a signal that is ignored stays so. What goes
-    wrong while the work ends is a note of what is raised.
+    that would wait for ever. A second signal is for the handlers that were there before. For the main thread; a signal that is
+    ignored stays so. What goes wrong while the work ends is a note of what is raised.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
     raised: list[KeyboardInterrupt] = []
