@@ -2,9 +2,9 @@
 
     python -m bench.served_models
 
-A tiny random model of each served family, then each key by which configs of the family differ and that megarl reads. Both are
-asked for the log-probs of the same sequences, in float32. Where `megarl train` refuses to serve a model, its server is asked all
-the same: it should differ, or the refusal is for nothing. Exits with 1 where a model that is not refused differs.
+A tiny random model of each family that is served on CPUs, then others that differ from it in one key: heads, RoPE, widths,
+biases, routers. Both are asked for the log-probs of the same sequences, in float32. Where megarl refuses to serve a model, its
+server is asked all the same: it should differ, or the refusal is for nothing. Exits with 1 where one that is not refused differs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megarl.serving.server import ProcessPlace, ServerSpec
 from megarl.sync.verify import probe_servers
 from tests.support.forked_servers import Copies, forked_servers
 from tests.support.served import CONTEXT, KEY, START_S, HfModel
-from tests.support.tiny import longrope, write_tiny_model
+from tests.support.tiny import LLAMA3, longrope, write_tiny_model
 
 BOUND = 1e-4  # nats
 LENGTHS = (2, 11, 60)
@@ -39,14 +39,6 @@ SPARSE: dict[str, Any] = {"mlp_only_layers": []}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 SCALED = {"linear": LINEAR, "yarn": {"rope_parameters": YARN}, "llama3": {"rope_parameters": LLAMA3}}
 HEADS = {"tied": TIED, "head of its own": UNTIED}
 WHOLE_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
@@ -103,7 +95,7 @@ def cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def refusal(folder: Path) -> str:
-    """Why no server of a run gets this model; empty where one does."""
+    """Why megarl does not serve this model; empty where it does, in a run as in `megarl serve`."""
     try:
         check_alone(folder, load_model_config(folder), get_platform("cpu"), "float32")
     except UserError as error:
@@ -132,7 +124,7 @@ def difference(folder: Path, copies: Copies, logs: Path) -> float | None:
 
 
 def failed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Models that a run would serve and that the server computes otherwise."""
+    """Models that megarl would serve and that the server computes otherwise."""
     return [row for row in rows if not row["refused"] and not equal(row)]
 
 

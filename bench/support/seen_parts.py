@@ -165,11 +165,12 @@ def server_sleep(result: Result) -> str:
 def served_models(result: Result) -> str:
     rows = result["rows"]
     served, refused = ([row["difference"] for row in rows if bool(row["refused"]) == each] for each in (False, True))
-    numbers = [each for each in refused if each is not None]
+    good, apart = ([each for each in side if each is not None] for side in (served, refused))
+    silent = f", {len(served) - len(good)} without an answer" if len(good) < len(served) else ""
     return (
-        f"{len(served)} configs of {len({row['family'] for row in rows})} families are served: at most {max(served):.1e} nats "
-        f"apart; {len(refused)} are refused: {min(numbers):.1e} to {max(numbers):.1e} apart, or no answer at all "
-        f"({len(refused) - len(numbers)}); {sum(each <= result['bound'] for each in numbers)} of them for nothing"
+        f"{len(served)} configs of {len({row['family'] for row in rows})} families are served: at most {max(good):.1e} nats "
+        f"apart{silent}; {len(refused)} are refused: {min(apart):.1e} to {max(apart):.1e} apart, or no answer at all "
+        f"({len(refused) - len(apart)}); {sum(each <= result['bound'] for each in apart)} of them for nothing"
     )
 
 

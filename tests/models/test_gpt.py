@@ -23,7 +23,7 @@ from megarl.models.layer_spec import Router, uses_transformer_engine
 from megarl.training.parallel import Groups
 from tests.models.parity import LENGTHS, megatron_logits, packed_on, packed_tokens, transformers_logprobs
 from tests.support.platforms import chosen
-from tests.support.tiny import CONFIGS, longrope, write_tiny_model
+from tests.support.tiny import CONFIGS, LLAMA3, longrope, write_tiny_model
 from tests.support.tolerances import Tolerance, tolerance
 
 PLATFORM = chosen()
@@ -36,14 +36,6 @@ OTHER_ORDER: dict[str, float] = (
 )
 # Contexts of the first training that are shorter than the sequences, so that every band of frequencies counts.
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),

@@ -141,6 +141,17 @@ WORDS = (
 )
 
 
+# RoPE of type llama3, whose first training was so short that every band of its frequencies counts.
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
 def longrope(share: float = 1.0) -> dict[str, Any]:
     """Phi-3's RoPE of type longrope in a tiny model, over that share of a head; far from none, and another for long sequences."""
     pairs = int(16 * share) // 2
