@@ -169,7 +169,7 @@ def served_models(result: Result) -> str:
     silent = f", {len(served) - len(good)} without an answer" if len(good) < len(served) else ""
     return (
         f"{len(served)} configs of {len({row['family'] for row in rows})} families are served: at most {max(good):.1e} nats "
-        f"apart{silent}; {len(refused)} are refused: {min(apart):.1e} to {max(apart):.1e} apart, or no answer at all "
+        f"apart{silent}; {len(refused)} are refused: at least {min(apart):.1e} apart, or no answer at all "
         f"({len(refused) - len(apart)}); {sum(each <= result['bound'] for each in apart)} of them for nothing"
     )
 
