@@ -22,7 +22,10 @@ from torch import Tensor
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention over queries, keys and values, dense or packed; values need not be as wide as keys."""
+    """Causal attention over queries, keys and values, dense or packed; values need not be as wide as keys.
+
+    logit_factor: what multiplies the scale of the logits in this layer.
+    """
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        logit_factor: float = 1.0,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -42,7 +46,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             # Megatron counts the tokens before one's own.
             self._window = config.window_size[0] + 1
-        self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self._scale = logit_factor * (softmax_scale or 1.0 / math.sqrt(config.kv_channels))
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             # Sinks of this rank's heads, by Megatron's own name. Marked as a part: the gradient's norm counts every rank's.

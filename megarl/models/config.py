@@ -88,7 +88,8 @@ class ModelConfig:
     between -7 and 7, plus 1 (gpt-oss).
     sinks: each head has one more logit in its softmax's denominator, which is learned (arXiv 2309.17453), and attention's
     output has a bias (gpt-oss).
-    norm_offset: norms multiply by 1 + weight. sandwich_norms: norms also behind attention and MLP.
+    norm_offset: norms multiply by 1 + weight. pre_norms, post_norms: norms before attention and MLP, and behind them.
+    whole_qk_norm: norms of queries and of keys, where there are any, are over all heads together (OLMo-2, arXiv 2501.00656).
     pad_token_id: the token whose embedding does not learn; None is none.
     embedding_scale: multiplies the embeddings. query_scale: of the attention logits; None is head_dim ** -0.5.
     head: score is one number a token in the vocabulary's place: a critic's value, a reward model's score.
@@ -120,7 +121,9 @@ class ModelConfig:
     activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"
     sinks: bool = False
     norm_offset: bool = False
-    sandwich_norms: bool = False
+    pre_norms: bool = True
+    post_norms: bool = False
+    whole_qk_norm: bool = False
     embedding_scale: float = 1.0
     pad_token_id: int | None = None
     query_scale: float | None = None

@@ -59,7 +59,8 @@ class Family:
     longrope: transformers scales its positions by LongRoPE and in no other way. interleaved: it turns neighbours.
     rope_unsaid: the object that describes the scaling, where no key does. head_dim: where no key says; None: the hidden size
     over the heads.
-    sandwich: norms also behind attention and MLP. sinks: attention has them, and a bias behind its output (ModelConfig).
+    pre_norms, post_norms: norms before attention and MLP, and behind them. whole_qk_norm: see ModelConfig. sinks: attention has
+    them, and a bias behind its output (ModelConfig). unscaled_locally: layers with a window have RoPE that is not scaled.
     window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
     those that a pattern names: where no key says, those whose number is no multiple of window_period. window_switch: only
     where use_sliding_window says so. window_default: where no key says.
@@ -78,7 +79,10 @@ class Family:
     head_dim: int | None = None
     interleaved: bool = False
     rope_unsaid: Mapping[str, Any] | None = None
-    sandwich: bool = False
+    pre_norms: bool = True
+    post_norms: bool = False
+    whole_qk_norm: bool = False
+    unscaled_locally: bool = False
     sinks: bool = False
     moe: MoeKeys | None = None
     mla: bool = False
@@ -152,6 +156,9 @@ _GEMMA3_ONLY: Only = MappingProxyType(
         "use_bidirectional_attention": (False, "attention to later tokens"),
     }
 )
+_OLMO3_ONLY: Only = MappingProxyType({**COMMON, "sliding_window_pattern": (4, "other layers with windows")})
+
+OLMO2 = Family("olmo2", ("olmo2",), qk_norm=True, whole_qk_norm=True, pre_norms=False, post_norms=True, pad=1)
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -200,7 +207,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qkv_bias_unsaid=True,
             rotary_share=0.5,
             interleaved=True,
-            sandwich=True,
+            post_norms=True,
             pad=151329,
             only=_GLM4_ONLY,
         ),
@@ -239,6 +246,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window_default=128,
             theta=150000.0,
             only=_GPT_OSS_ONLY,
+        ),
+        "Olmo2ForCausalLM": OLMO2,
+        "Olmo3ForCausalLM": replace(
+            OLMO2,
+            name="olmo3",
+            model_types=("olmo3",),
+            unscaled_locally=True,
+            window="pattern",
+            window_period=4,
+            window_default=4096,
+            only=_OLMO3_ONLY,
         ),
         "Gemma3ForCausalLM": Family(
             "gemma3",

@@ -50,8 +50,9 @@ def transformer_config(
         ffn_hidden_size=config.ffn_hidden_size,
         add_bias_linear=config.sinks,
         add_qkv_bias=config.qkv_bias,
-        # Of norms of heads alone: Megatron sums their gradients over tensor parallel, and those of latents are whole.
-        qk_layernorm=config.qk_norm,
+        # Of norms of single heads alone: Megatron sums their gradients over tensor parallel. Those of latents are whole, and of
+        # norms over all heads each rank has a part.
+        qk_layernorm=config.qk_norm and not config.whole_qk_norm,
         rotary_interleaved=config.interleaved_rope,
         gated_linear_unit=True,
         activation_func=ACTIVATIONS[config.activation],
@@ -100,7 +101,8 @@ def _attention(config: ModelConfig) -> dict[str, Any]:
     mla = config.mla
     if mla is None:
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
-        return settings | {"softmax_scale": scale if scales_queries(config) else scale * logit_factor(config.rope)}
+        apart = scales_queries(config) or config.local_rope is not None
+        return settings | {"softmax_scale": scale if apart else scale * logit_factor(config.rope)}
     rope = config.rope
     weight = rope.mscale_all_dim or 0.0  # transformers heeds it for every kind that stretches
     return settings | {

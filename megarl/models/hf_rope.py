@@ -18,6 +18,7 @@ Kind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 KINDS: tuple[Kind, ...] = ("default", "linear", "llama3", "yarn")
 LONGROPE_KINDS: tuple[Kind, ...] = ("default", "longrope")  # of a family that transformers scales in no other way
 SHARE = "partial_rotary_factor"
+LAYER_KINDS = ("full_attention", "sliding_attention")
 LOCAL_THETA = 10000.0  # Gemma 3's, where no key says
 
 
@@ -28,6 +29,8 @@ def read_ropes(fields: Fields, family: Family, rotary_dim: int | None) -> tuple[
     """
     if family.gemma:
         return read_layered_rope(fields, family.theta)
+    if family.unscaled_locally:
+        return read_global_rope(fields, family.theta)
     longrope = rotary_dim if family.longrope else None
     partial = rotary_dim is not None
     return read_rope(fields, family.theta, partial=partial, longrope=longrope, unsaid=family.rope_unsaid), None
@@ -101,6 +104,20 @@ def read_layered_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope]
         if rope.kind == "yarn":
             raise UserError(f"{fields.path}: RoPE scaling of type 'yarn' is not supported where layers differ in RoPE.")
     return ropes
+
+
+def read_global_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope | None]:
+    """Those of global layers, and of local ones, whose positions are never scaled (OLMo-3). Raises UserError.
+
+    So OLMo-3 was trained, and so SGLang and transformers from 5.20 compute it; transformers 5.12 scales all layers.
+    """
+    if any(fields.part("rope_parameters").get(kind) is not None for kind in LAYER_KINDS):
+        raise UserError(
+            f"{fields.path}: rope_parameters has an object for each kind of layers, and SGLang reads one alone, of which it scales "
+            "the global layers. Write what is in rope_parameters.full_attention in its place."
+        )
+    rope = read_rope(fields, default_theta)
+    return rope, None if rope.kind == "default" else Rope(rope.theta)
 
 
 def _longrope(fields: Fields, part: Fields, base: float, width: int) -> Rope:

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -21,7 +22,8 @@ from megarl.core.platform import Platform
 from megarl.models.attention import CoreAttention
 from megarl.models.config import ModelConfig
 from megarl.models.latent_attention import LatentAttention
-from megarl.models.norms import LATENT_EPS, NormedRowParallelLinear, RMSNorm
+from megarl.models.norms import LATENT_EPS, NormedRowParallelLinear, RMSNorm, WholeNorm
+from megarl.models.rope import logit_factor
 from megarl.models.rotary import ScaledQueries, scales_queries
 
 
@@ -84,7 +86,7 @@ class LocalSelfAttention(SelfAttention):  # type: ignore[misc]
 def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torch.dtype, cp: int) -> bool:
     """Whether the layers are Transformer Engine's.
 
-    It has neither sandwich norms nor rotations that differ by layer, sinks of packed sequences only in some kernels, and its
+    It has neither norms behind attention and MLP nor rotations that differ by layer, sinks of packed sequences only in some kernels, and its
     kernels want values no wider than keys. In float32 its products are TF32's, whatever torch is told, and it has no attention
     under context parallel (2.11). That has no window where keys and values go from rank to rank, which is how Megatron asks for
     it.
@@ -92,7 +94,7 @@ def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torc
     wide_values = config.mla is not None and config.mla.v_dim > config.head_dim
     window = config.window is not None and cp > 1
     cannot = (
-        config.sandwich_norms or config.local_rope or config.sinks or wide_values or window or dtype == torch.float32
+        config.post_norms or config.local_rope or config.sinks or wide_values or window or dtype == torch.float32
     )
     return platform.has_transformer_engine and not cannot
 
@@ -148,7 +150,7 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
         )
     )
     layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm if config.pre_norms else IdentityOp
     layer.sharded_state_dict_keys_map = _checkpoint_names(config, index)
     if moe is not None:
         layer.mlp.submodules.router = Router
@@ -159,12 +161,18 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
         return spec
     attention = layer.self_attention.submodules
     attention.core_attention = CoreAttention
-    if config.qk_norm:
+    if config.whole_qk_norm:
+        attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_heads})
+        attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_kv_heads})
+    elif config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.local_rope is not None:
+        is_local = index in config.local_layers
         layer.self_attention.module = LocalSelfAttention
-        layer.self_attention.params["rotary_table"] = int(index in config.local_layers)
-    if config.sandwich_norms:
+        layer.self_attention.params["rotary_table"] = int(is_local)
+        factor = logit_factor(config.local_rope if is_local else config.rope)
+        attention.core_attention = ModuleSpec(CoreAttention, params={"logit_factor": factor})
+    if config.post_norms:
         attention.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
     _scale_queries(config, spec)
     return spec

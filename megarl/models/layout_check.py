@@ -65,7 +65,9 @@ def _tensor_problems(config: ModelConfig, tp: int) -> list[str]:
             sizes["compressed query columns"] = config.mla.q_rank
     uneven = [f"{size} {what}" for what, size in sizes.items() if size % tp]
     heads = config.num_kv_heads
-    if config.mla is None and heads % tp and tp % heads:
+    if config.whole_qk_norm and heads % tp:  # ranks that repeat a head would count it more than once in its norm
+        uneven.append(f"{heads} key-value heads, over all of which their norm goes")
+    elif config.mla is None and heads % tp and tp % heads:
         uneven.append(f"{heads} key-value heads (nor do they divide it)")
     return [f"tp {tp} does not divide {', '.join(uneven)}"] if uneven else []
 

@@ -86,12 +86,14 @@ FUSED = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_d
 
 LAYER = (
     # Norm before attention, and attention: with heads of their own for keys and values ...
-    Row("input_layernorm.weight", (("input_layernorm.weight", "hidden"),), when="heads", fused=NORM_IN_QKV),
+    Row("input_layernorm.weight", (("input_layernorm.weight", "hidden"),), when="heads pre_norms", fused=NORM_IN_QKV),
     Row("self_attention.linear_qkv.weight", QKV_WEIGHT, "rows", "groups", "heads qkv_apart"),
     Row("self_attention.linear_qkv.weight", QKV_IN_ONE, "rows", "groups", "heads qkv_in_one"),
     Row("self_attention.linear_qkv.bias", QKV_BIAS, "rows", "groups", "heads qkv_bias"),
     Row("self_attention.q_layernorm.weight", (("self_attn.q_norm.weight", "head"),), when="heads qk_norm"),
     Row("self_attention.k_layernorm.weight", (("self_attn.k_norm.weight", "head"),), when="heads qk_norm"),
+    Row("self_attention.q_layernorm.weight", (("self_attn.q_norm.weight", "queries"),), "rows", when="heads whole_qk_norm"),
+    Row("self_attention.k_layernorm.weight", (("self_attn.k_norm.weight", "keys"),), "rows", when="heads whole_qk_norm"),
     # ... or latent (DeepSeek), where queries may be compressed too. Transformer Engine keeps the compressing linears whole.
     Row("input_layernorm.weight", (("input_layernorm.weight", "hidden"),), when="latent"),
     Row("self_attention.linear_q_proj.weight", QKV_WEIGHT[:1], "rows", when="latent direct_queries"),
@@ -136,7 +138,8 @@ LAYER = (
     Row("self_attention.linear_proj.weight", (("self_attn.o_proj.weight", "hidden values"),), "columns"),
     Row("self_attention.linear_proj.bias", (("self_attn.o_proj.bias", "hidden"),), when="sinks"),
     Row("self_attention.core_attention.softmax_offset", (("self_attn.sinks", "query_heads"),), "rows", when="sinks"),
-    # Norm before the MLP; Gemma and GLM-4 have norms behind attention and MLP too, and Gemma's HF names move on by one.
+    # Norm before the MLP; Gemma and GLM-4 have norms behind attention and MLP too, and Gemma's HF names move on by one. OLMo-2
+    # has those behind alone, by Gemma's names.
     Row(
         "self_attention.linear_proj.post_layernorm.weight",
         (("post_attention_layernorm.weight", "hidden"),),
@@ -156,7 +159,7 @@ LAYER = (
     Row(
         "pre_mlp_layernorm.weight",
         (("pre_feedforward_layernorm.weight", "hidden"),),
-        when="gemma_norms dense",
+        when="gemma_norms pre_norms dense",
         fused=NORM_IN_FC1,
     ),
     Row("pre_mlp_layernorm.weight", (("post_attention_layernorm.weight", "hidden"),), when="common_norms experts"),

@@ -65,7 +65,7 @@ class Counting:
         """Whether the layers are Transformer Engine's: no sandwich norms, rotations that differ by layer, or sinks."""
         config = self.config
         wide = config.mla is not None and config.mla.v_dim > config.head_dim
-        return self.kernels.fused and not (config.sandwich_norms or config.local_rope or config.sinks or wide)
+        return self.kernels.fused and not (config.post_norms or config.local_rope or config.sinks or wide)
 
     @property
     def tokens(self) -> Any:
@@ -96,7 +96,7 @@ class Counting:
         """A layer with a gated MLP."""
         config, width = self.config, self.config.ffn_hidden_size / self.choice.tp * self.tokens * self.each
         kept = self.norm(config.hidden_size, output=self.reads("linear_fc1")) + self._gated(width)
-        if config.sandwich_norms:
+        if config.post_norms:
             kept = kept + self.norm(config.hidden_size, output=False)
         # Where the gate is differentiated, both halves' gradients; or where fc2 is, its weight's and the whole output's.
         weight = (
@@ -174,7 +174,7 @@ class Counting:
             view = not self.fused and self.each == FLOAT
             kept = kept + self.tokens * self.each * view * (mixed - key)
             mixed = mixed * (not view)
-        if config.sandwich_norms:
+        if config.post_norms:
             kept = kept + self.norm(config.hidden_size, output=False)
         kept = kept + self._inner("linear_qkv") + self._inner("linear_proj")
         return self._core(heads, kept, mixed)

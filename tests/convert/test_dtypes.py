@@ -78,6 +78,7 @@ def assert_same_bytes(found, expected):
         "glm4_moe",
         "glm4_moe_lite",
         "gpt_oss",
+        "olmo3",
         "gemma3",
     ],
 )

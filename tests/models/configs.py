@@ -64,7 +64,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelConfig, Layout]:
         tied_embeddings=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
-        sandwich_norms=draw(st.booleans()),
+        post_norms=draw(st.booleans()),
         family=draw(st.sampled_from(["any", "glm4", "phi3"])),
     )
     if draw(st.booleans()) or layout.ep * layout.etp > 1:
@@ -88,7 +88,7 @@ def _with_experts(draw: st.DrawFn, config: ModelConfig, layout: Layout) -> Model
     # Gemma's norms and experts are of different families.
     family = draw(st.sampled_from(["any", "mixtral"]))
     moe = replace(moe, shared_ffn_hidden_size=max(moe.shared_ffn_hidden_size, layout.tp * moe.shared_gate))
-    return replace(config, moe=moe, moe_layers=frozenset(layers), family=family, sandwich_norms=False)
+    return replace(config, moe=moe, moe_layers=frozenset(layers), family=family, post_norms=False)
 
 
 def _with_latent_attention(draw: st.DrawFn, config: ModelConfig, layout: Layout) -> ModelConfig:

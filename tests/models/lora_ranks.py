@@ -42,6 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma3", {"vocab_size": VOCAB}),
     "phi": ("phi3", longrope(0.75) | {"vocab_size": VOCAB}),
     "glm": ("glm4", {"vocab_size": VOCAB}),
+    "olmo": ("olmo3", {"vocab_size": VOCAB}),
     "oss": ("gpt_oss", {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_local_experts": 4}),
 }
 # Whose checkpoint a case loads, after the other has written it.
@@ -78,6 +79,7 @@ CASES = {
     "qkv in one tp": Case("phi", Layout(tp=2, world_size=2)),
     "in one sp": Case("glm", Layout(tp=2, sequence_parallel=True, world_size=2)),
     "biases sp": Case("oss", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2)),
+    "whole norms sp": Case("olmo", Layout(tp=2, sequence_parallel=True, world_size=2)),
     "sandwich sp": Case("gemma", Layout(tp=2, sequence_parallel=True, world_size=2)),
 }
 

@@ -238,7 +238,7 @@ def test_gemma_3() -> None:
     assert (config.embedding_scale, config.query_scale) == (1152**0.5, 1 / 16)
     assert config.tied_embeddings
     assert config.norm_offset
-    assert config.sandwich_norms
+    assert config.post_norms
     assert config.activation == "gelu_tanh"
 
 

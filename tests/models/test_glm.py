@@ -82,7 +82,7 @@ FLASH: dict[str, Any] = {
 def test_glm_4() -> None:
     config = parse(GLM4)
     assert (config.qkv_bias, config.qk_norm, config.rotary_dim, config.rope) == (True, False, 64, Rope(1e4))
-    assert config.interleaved_rope and config.sandwich_norms and not config.norm_offset
+    assert config.interleaved_rope and config.post_norms and not config.norm_offset
     assert (config.embedding_scale, config.query_scale, config.window, config.moe) == (1.0, None, None, None)
     assert not parse(GLM4, attention_bias=False).qkv_bias
     theirs = Glm4Config()
@@ -91,7 +91,7 @@ def test_glm_4() -> None:
     assert absent.rotary_dim == theirs.rope_parameters["partial_rotary_factor"] * theirs.head_dim
     large = parse(GLM4, pad_token_id="absent", vocab_size=theirs.vocab_size)
     assert large.pad_token_id == theirs.pad_token_id
-    assert not parse(GLM).interleaved_rope and not parse(GLM).sandwich_norms
+    assert not parse(GLM).interleaved_rope and not parse(GLM).post_norms
 
 
 def test_glm_4_5() -> None:

@@ -43,6 +43,8 @@ CASES = [
     ("glm4_moe", {}),
     ("glm4_moe_lite", {}),
     ("gpt_oss", {}),
+    ("olmo2", {}),
+    ("olmo3", {"tie_word_embeddings": True}),
     ("gemma3", {}),
 ]
 

@@ -30,6 +30,7 @@ DENSE = ModelConfig(
     eos_token_ids=(),
 )
 EXPERTS = replace(DENSE, moe=Moe(num_experts=6, top_k=2, ffn_hidden_size=32), moe_layers=frozenset(range(4)))
+WHOLE = replace(DENSE, qk_norm=True, whole_qk_norm=True)
 LATENT = replace(DENSE, mla=Mla(q_rank=24, kv_rank=14, nope_dim=8, rope_dim=4, v_dim=8), num_kv_heads=8)
 
 
@@ -38,6 +39,7 @@ LATENT = replace(DENSE, mla=Mla(q_rank=24, kv_rank=14, nope_dim=8, rope_dim=4, v
     [
         (DENSE, Layout(tp=2, sequence_parallel=True, pp=2, world_size=8)),
         (DENSE, Layout(tp=4, world_size=4)),  # two key-value heads on four ranks
+        (WHOLE, Layout(tp=2, world_size=2)),
         (DENSE, Layout(pp=2, vpp=2, world_size=2)),
         (DENSE, Layout(pp=2, first_stage_layers=1, world_size=2)),
         (EXPERTS, Layout(ep=3, world_size=3)),
@@ -61,6 +63,7 @@ def test_layouts_that_work(config: ModelConfig, layout: Layout) -> None:
         (EXPERTS, Layout(ep=4, world_size=4), "ep 4 does not divide 6 experts"),
         (EXPERTS, Layout(tp=2, world_size=2), "experts under tp need sequence_parallel: true"),
         (replace(EXPERTS, moe=Moe(6, 2, 33)), Layout(etp=2, world_size=2), "etp 2 does not divide 33 columns"),
+        (WHOLE, Layout(tp=4, world_size=4), "2 key-value heads, over all of which their norm goes"),
         (LATENT, Layout(tp=4, world_size=4), "18 compressed key-value columns"),
     ],
 )

@@ -48,6 +48,8 @@ DEEPSEEK = replace(
         ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
         ("glm4_moe_lite", {}),
         ("gpt_oss", {}),
+        ("olmo2", {}),
+        ("olmo3", {"head_dim": 24, "tie_word_embeddings": True}),
         ("gemma3", {}),
     ],
 )
@@ -153,7 +155,7 @@ def test_transformer_engine_keeps_compressing_linears_whole(linear: str) -> None
 
 
 def test_both_specs_are_made_of_the_same_hf_tensors() -> None:
-    for config in (PLAIN, DEEPSEEK, replace(PLAIN, sandwich_norms=True, qk_norm=True)):
+    for config in (PLAIN, DEEPSEEK, replace(PLAIN, post_norms=True, qk_norm=True)):
         torch_spec, fused = (list(rules(config, spec)) for spec in ("torch", "transformer_engine"))
         assert [rule.sources for rule in torch_spec] == [rule.sources for rule in fused]
         assert len({rule.megatron for rule in torch_spec}) == len(torch_spec)
@@ -174,7 +176,7 @@ def test_shapes_by_hand() -> None:
 
 
 def test_gemma_has_norms_behind_attention_and_mlp() -> None:
-    config = replace(PLAIN, sandwich_norms=True)
+    config = replace(PLAIN, post_norms=True)
     norms = {
         rule.megatron.removeprefix("decoder.layers.0."): rule.sources[0].name.removeprefix("model.layers.0.")
         for rule in rules(config, "torch")

@@ -40,6 +40,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "phi3-one-head": ("phi3", {"num_key_value_heads": 1}, TP),
     "mixtral": ("mixtral", {}, ETP),
     "gpt_oss": ("gpt_oss", {}, EP),
+    "olmo2": ("olmo2", {"vocab_size": 97}, TP),
+    "olmo3": ("olmo3", {"num_key_value_heads": 4}, TP),
 }
 CHUNK = 3
 SEQUENCES = (1, 2)  # of a pack, in units of 4 chunks: each sequence is cut in 2 x CP

@@ -77,6 +77,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "neighbours rotated": ("glm4", "Glm4", {}),
     "partly rotated": ("glm4_moe", "Glm4Moe", PARTLY_ROTATED),
     "local": ("gemma3", "Gemma3", LOCAL),
+    "norms behind": ("olmo2", "Olmo2", {}),
     "sinks": ("gpt_oss", "GptOss", SINKS),
 }
 

@@ -22,6 +22,8 @@ CONFIGS = {
     "glm4": "Glm4Config",
     "glm4_moe": "Glm4MoeConfig",
     "glm4_moe_lite": "Glm4MoeLiteConfig",
+    "olmo2": "Olmo2Config",
+    "olmo3": "Olmo3Config",
     "gemma3": "Gemma3TextConfig",
     "gpt_oss": "GptOssConfig",
 }
@@ -111,6 +113,11 @@ OWN: dict[str, dict[str, Any]] = {
             "truncate": False,
             "original_max_position_embeddings": 512,
         },
+    },
+    # RoPE not scaled: transformers 5.12 scales it in local layers too, where no OLMo-3 was trained so.
+    "olmo3": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "gemma3": {
         "sliding_window": 8,
