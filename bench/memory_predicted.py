@@ -66,6 +66,7 @@ CASES = (
     Case("latent", use="score", dtype="bfloat16"),
     Case("local"),
     Case("local", dtype="bfloat16", recompute="full"),
+    Case("norms behind", dtype="bfloat16"),
     # Two ranks.
     Case("dense", _at(2)),
     Case("dense", _at(2, tp=2)),
@@ -88,6 +89,7 @@ CASES = (
     Case("latent", _at(2, pp=2), dtype="bfloat16"),
     Case("dense", _at(2, pp=2), head=False),
     Case("local", _at(2, tp=2, **SP), dtype="bfloat16"),
+    Case("norms behind", _at(2, tp=2, **SP)),
     # Four ranks.
     Case("dense", _at(4, tp=2, pp=2, **SP)),
     Case("dense", _at(4, tp=2, cp=2, **SP), dtype="bfloat16"),

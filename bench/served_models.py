@@ -29,6 +29,7 @@ from megarl.run.servers_check import check_alone
 from megarl.serving.server import ProcessPlace, ServerSpec
 from megarl.sync.verify import probe_servers
 from tests.support.forked_servers import Copies, forked_servers
+from tests.support.olmo import as_published
 from tests.support.served import CONTEXT, KEY, START_S, HfModel
 from tests.support.tiny import LLAMA3, longrope, write_tiny_model
 
@@ -40,16 +41,49 @@ TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 SCALED = {"linear": LINEAR, "yarn": {"rope_parameters": YARN}, "llama3": {"rope_parameters": LLAMA3}}
+OF_YARN: dict[str, dict[str, Any]] = {
+    "attention scaled": {"attention_factor": 1.7},
+    "magnitudes": {"mscale": 0.7, "mscale_all_dim": 1.4},
+    "magnitudes of 0": {"mscale": 0.0, "mscale_all_dim": 0.0},
+    "between whole dimensions": {"truncate": False},
+    "other turns": {"beta_fast": 16.0, "beta_slow": 2.0},
+    "a key of SGLang's": {"attn_factor": 1.7},
+}
+PUBLISHED = "published"  # RoPE in the keys of OLMo-3's published configs
 HEADS = {"tied": TIED, "head of its own": UNTIED}
 WHOLE_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
 # Family -> what all its models have here, and by what name those differ. Latent attention is served on CUDA alone.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "qwen2": ({}, {**HEADS, **SCALED}),
-    "qwen3": ({}, {**HEADS, **SCALED, "one key-value head": {"num_key_value_heads": 1}}),
+    "qwen3": (
+        {},
+        {
+            **HEADS,
+            **SCALED,
+            "one key-value head": {"num_key_value_heads": 1},
+            **{f"yarn, {told}": {"rope_parameters": YARN | more} for told, more in OF_YARN.items()},
+        },
+    ),
     "llama": ({}, {**HEADS, **SCALED, "wide heads": {"head_dim": 32}, "epsilon": {"rms_norm_eps": 1e-2}}),
     "mistral": ({}, {**HEADS, **SCALED, "wide heads": {"head_dim": 32}}),
     "phi3": ({}, {**HEADS, "longrope": longrope(), "longrope over a part": longrope(0.75)}),
     "glm4": ({}, {**HEADS, "no biases": {"attention_bias": False}, "RoPE over whole heads": WHOLE_ROPE}),
+    "olmo2": (
+        {},
+        {**HEADS, **SCALED, "one key-value head": {"num_key_value_heads": 1}, "wide heads": {"head_dim": 32}},
+    ),
+    "olmo3": (
+        {},
+        {
+            **HEADS,
+            **SCALED,
+            **{f"{kind}, as published": {**scaled, PUBLISHED: True} for kind, scaled in SCALED.items()},
+            "attention scaled, as published": {"rope_parameters": YARN | {"attention_factor": 1.7}, PUBLISHED: True},
+            "other base": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+            "wide heads": {"head_dim": 32},
+            "other layers": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        },
+    ),
     "gemma3": (
         {},
         {
@@ -150,7 +184,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary, forked_servers() as copies:
         for number, (family, told, overrides) in enumerate(track(list(cases()), "models")):
             folder = Path(temporary) / f"model {number}"
-            write_tiny_model(folder, family, **overrides)
+            write_tiny_model(folder, family, **{key: value for key, value in overrides.items() if key != PUBLISHED})
+            if overrides.get(PUBLISHED):
+                as_published(folder)
             apart = difference(folder, copies, Path(temporary) / "logs")
             rows.append({"family": family, "config": told, "refused": refusal(folder), "difference": apart})
     show(rows)

@@ -21,6 +21,10 @@ COMMON: Only = MappingProxyType(
         "hidden_act": ("silu", "another activation"),
         "partial_rotary_factor": (1.0, "RoPE over a part of each head"),
         "is_causal": (True, "attention to later tokens"),
+        "final_logit_softcapping": (
+            None,
+            "soft-capped logits",
+        ),  # SGLang caps those of any family, transformers Gemma's
     }
 )
 
@@ -152,7 +156,6 @@ _GEMMA3_ONLY: Only = MappingProxyType(
         **{key: value for key, value in COMMON.items() if key != "hidden_act"},
         "hidden_activation": ("gelu_pytorch_tanh", "another activation"),
         "attn_logit_softcapping": (None, "soft-capped attention"),
-        "final_logit_softcapping": (None, "soft-capped logits"),
         "use_bidirectional_attention": (False, "attention to later tokens"),
     }
 )

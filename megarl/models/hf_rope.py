@@ -113,8 +113,8 @@ def read_global_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope |
     """
     if any(fields.part("rope_parameters").get(kind) is not None for kind in LAYER_KINDS):
         raise UserError(
-            f"{fields.path}: rope_parameters has an object for each kind of layers, and SGLang reads one alone, of which it scales "
-            "the global layers. Write what is in rope_parameters.full_attention in its place."
+            f"{fields.path}: rope_parameters has an object for each kind of layers, and SGLang reads one alone, by which it "
+            "scales the global layers. Write what is in rope_parameters.full_attention in its place."
         )
     rope = read_rope(fields, default_theta)
     return rope, None if rope.kind == "default" else Rope(rope.theta)

@@ -26,10 +26,14 @@ def check_layout(config: ModelConfig, layout: Layout, key: str) -> None:
 
 
 def cuts_servers(config: ModelConfig, tp: int) -> bool:
-    """SGLang cuts heads and MLP columns evenly, and repeats key-value heads where there are fewer than ranks."""
+    """SGLang cuts heads and MLP columns evenly, and repeats key-value heads where there are fewer than ranks.
+
+    Not where a norm goes over all of them: it would meet some more than once (0.5.21, models/olmo2.py).
+    """
     heads = config.num_kv_heads
     even = config.num_heads % tp == 0 and config.ffn_hidden_size % tp == 0
-    return even and (config.mla is not None or heads % tp == 0 or tp % heads == 0)
+    repeats = tp % heads == 0 and not config.whole_qk_norm
+    return even and (config.mla is not None or heads % tp == 0 or repeats)
 
 
 def check_server_layout(config: ModelConfig, tp: int, name: str = "rollout.tp") -> None:

@@ -92,8 +92,15 @@ LAYER = (
     Row("self_attention.linear_qkv.bias", QKV_BIAS, "rows", "groups", "heads qkv_bias"),
     Row("self_attention.q_layernorm.weight", (("self_attn.q_norm.weight", "head"),), when="heads qk_norm"),
     Row("self_attention.k_layernorm.weight", (("self_attn.k_norm.weight", "head"),), when="heads qk_norm"),
-    Row("self_attention.q_layernorm.weight", (("self_attn.q_norm.weight", "queries"),), "rows", when="heads whole_qk_norm"),
-    Row("self_attention.k_layernorm.weight", (("self_attn.k_norm.weight", "keys"),), "rows", when="heads whole_qk_norm"),
+    Row(
+        "self_attention.q_layernorm.weight",
+        (("self_attn.q_norm.weight", "queries"),),
+        "rows",
+        when="heads whole_qk_norm",
+    ),
+    Row(
+        "self_attention.k_layernorm.weight", (("self_attn.k_norm.weight", "keys"),), "rows", when="heads whole_qk_norm"
+    ),
     # ... or latent (DeepSeek), where queries may be compressed too. Transformer Engine keeps the compressing linears whole.
     Row("input_layernorm.weight", (("input_layernorm.weight", "hidden"),), when="latent"),
     Row("self_attention.linear_q_proj.weight", QKV_WEIGHT[:1], "rows", when="latent direct_queries"),

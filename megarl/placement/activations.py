@@ -62,7 +62,7 @@ class Counting:
 
     @property
     def fused(self) -> bool:
-        """Whether the layers are Transformer Engine's: no sandwich norms, rotations that differ by layer, or sinks."""
+        """Whether the layers are Transformer Engine's: no norms behind linears, rotations that differ by layer, or sinks."""
         config = self.config
         wide = config.mla is not None and config.mla.v_dim > config.head_dim
         return self.kernels.fused and not (config.post_norms or config.local_rope or config.sinks or wide)
@@ -91,11 +91,17 @@ class Counting:
         kept = FLOAT if self.config.norm_offset else self.each  # Gemma's are of float32
         return self.tokens * (width * (kept + output * self.each) + FLOAT) / (self.between if of is None else of)
 
+    def _before(self, linear: str) -> Any:
+        """[N] bytes kept before a linear: by a norm, or by the linear alone where there is none."""
+        if not self.config.pre_norms:
+            return self.hidden * self.reads(linear)
+        return self.norm(self.config.hidden_size, output=self.reads(linear))
+
     @cached_property
     def dense(self) -> Layer:
         """A layer with a gated MLP."""
         config, width = self.config, self.config.ffn_hidden_size / self.choice.tp * self.tokens * self.each
-        kept = self.norm(config.hidden_size, output=self.reads("linear_fc1")) + self._gated(width)
+        kept = self._before("linear_fc1") + self._gated(width)
         if config.post_norms:
             kept = kept + self.norm(config.hidden_size, output=False)
         # Where the gate is differentiated, both halves' gradients; or where fc2 is, its weight's and the whole output's.
@@ -163,8 +169,10 @@ class Counting:
         heads = Heads(config.num_heads / tp, config.num_kv_heads / tp, config.head_dim, config.head_dim)
         query, key = heads.queries * heads.key, heads.pairs * heads.key
         mixed = query + 2 * key
-        kept = self.norm(config.hidden_size, output=self.reads("linear_qkv")) + self._rotation(config.rotated)
-        if config.qk_norm:
+        kept = self._before("linear_qkv") + self._rotation(config.rotated)
+        if config.whole_qk_norm:  # two norms, of copies
+            kept = kept + self.norm(query + key, output=False, of=1) + self.tokens * FLOAT
+        elif config.qk_norm:
             kept = (
                 kept
                 + self.norm(query + key, output=False, of=1)

@@ -26,6 +26,7 @@ from megarl.recipe.rollout_rules import longest_served
 from megarl.recipe.run import Run
 from megarl.recipe.schema import Recipe
 from megarl.rewards.check import read_key
+from megarl.run.rope_check import check_served_rope
 from megarl.serving.server_flags import SPARE_TOKENS, check_server_args
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ OWN_WEIGHTS = "0"  # the version of weights that no run has sent
 SEPARATE_EXPERTS = "--disable-shared-experts-fusion"
 ALL_SPARSE = ("qwen2_moe", "qwen3_moe")  # families that SGLang builds with experts in all layers
 ATTENTION = "-attention-backend"  # and of prefill and decode apart
-SLIDING_FAMILIES = ("gemma3", "gpt_oss")  # whose windows SGLang keeps to
-NO_HEAD_DIM = ("qwen2_moe", "mixtral")  # families that SGLang builds without it
+SLIDING_FAMILIES = ("gemma3", "gpt_oss", "olmo3")  # whose windows SGLang keeps to
+NO_HEAD_DIM = ("qwen2_moe", "mixtral", "olmo2", "olmo3")  # families that SGLang builds without it
 # Families that SGLang builds with a head of its own, and those whose head it does not load.
 OWN_HEADS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_lite", "gpt_oss")
 TIED_HEADS = ("gemma3",)
@@ -60,6 +61,7 @@ def check_servers(
     _check_dtype(recipe, platform)
     _check_layers("`model.path`", model, platform, longest_served(recipe))
     _check_stored_dtype("`model.path`", recipe.model.path, model, recipe.model.dtype)
+    check_served_rope("`model.path`", recipe.model.path, model)
     if recipe.agent is not None:
         check_calls("`agent.tool_parser`", recipe.agent.tool_parser, model)
     if not own_weights:
@@ -139,6 +141,7 @@ def check_alone(folder: Path, model: ModelConfig, platform: Platform, dtype: str
         )
     _check_layers(str(folder), model, platform, longest=0)
     _check_stored_dtype(str(folder), folder, model, dtype)
+    check_served_rope(str(folder), folder, model)
     if model.window is None or model.family in SLIDING_FAMILIES:
         return model.context
     return min(model.context, model.window + 1)  # the last token is nobody's query
@@ -152,8 +155,8 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
     qwen3_moe.py: every layer is sparse): weights of a dense layer would go nowhere, and experts that nothing fills would answer.
     The OWN_HEADS it builds in any case (models/qwen2_moe.py, qwen3_moe.py, mixtral.py, glm4_moe.py, glm4_moe_lite.py,
     gpt_oss.py), and nothing would fill them either; that of Gemma 3 it never loads (gemma3_causal.py). GLM-4.7-Flash it builds
-    with experts in all layers behind the first dense ones. Qwen2-MoE's and Mixtral's heads of attention (models/mixtral.py) are
-    hidden_size / num_attention_heads wide there, whatever head_dim says, and Mixtral's RoPE is never scaled.
+    with experts in all layers behind the first dense ones. Heads of attention of the NO_HEAD_DIM (models/mixtral.py, olmo2.py)
+    are hidden_size / num_attention_heads wide there, whatever head_dim says, and Mixtral's RoPE is never scaled.
     """
     if model.window is not None and model.window < longest - 1 and model.family not in SLIDING_FAMILIES:
         raise UserError(

@@ -23,6 +23,10 @@ MISSING: dict[str, dict[str, object]] = {
 ROTATED, SHARE = "Phi3ForCausalLM", "partial_rotary_factor"
 # Whose dense layers transformers 5 names one by one, and SGLang counts (models/glm4_moe_lite.py).
 DENSE_BY_NAME = "Glm4MoeLiteForCausalLM"
+# What SGLang builds an architecture as, where it registers another name (configs/olmo3.py).
+BUILT_AS = {"Olmo3ForCausalLM": "Olmo2ForCausalLM"}
+# Whose rope_parameters, as transformers 5 writes them, SGLang drops (configs/olmo3.py).
+DROPPED, THETA = "Olmo3ForCausalLM", "rope_theta"
 
 
 def missing_settings(model: Path) -> dict[str, object]:
@@ -39,6 +43,9 @@ def missing_settings(model: Path) -> dict[str, object]:
         share = rope.get(SHARE, config.get(SHARE, 1.0))
         share = 1.0 if share is None else share
         missing |= {} if share == config.get(SHARE, 1.0) else {SHARE: share}
+    if DROPPED in names and not config.get("rope_scaling"):
+        theta = (config.get("rope_parameters") or {}).get(THETA, config.get(THETA))
+        missing |= {} if theta == config.get(THETA) else {THETA: theta}
     return missing
 
 
@@ -52,7 +59,7 @@ def unused_models(model: Path) -> tuple[str, ...]:
 
     None where no module registers one: what SGLang makes of such a model is for it to say, with all that it has.
     """
-    wanted = set(_config(model).get("architectures") or ())
+    wanted = {BUILT_AS.get(name, name) for name in _config(model).get("architectures") or ()}
     known = _known()
     used = {name for name, registered in known.items() if registered & wanted}
     return tuple(sorted(set(known) - used)) if used else ()

@@ -16,6 +16,7 @@ MLP_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, for a rank's share of any MLP
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 ROUTER = "mlp.router.weight"
 WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite")  # families
+NORM = "layernorm.weight"
 SHARED, ROUTED = ".shared_experts.", ".experts."
 KEYS_VALUES = (".k_proj.", ".v_proj.")
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -128,8 +129,9 @@ class _Server:
             yield self._stacked(rule, source, rank)
             return
         rows, begins = source.shape[0], 0
-        # Gemma's embedding is one of torch's own, whole on every rank.
-        if rule.cut == "whole" or (source.name in VOCABULARY and self.config.family == "gemma3"):
+        # Gemma's embedding is one of torch's own, whole on every rank; so are norms over all heads (models/olmo2.py).
+        torchs = source.name in VOCABULARY and self.config.family == "gemma3"
+        if rule.cut == "whole" or torchs or rule.megatron.endswith(NORM):
             yield Piece(source.name, 0, rows)
         elif rule.cut == "columns":
             start, stop, beside = self._share(rule, source.name, source.shape[1], rank)

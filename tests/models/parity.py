@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.models.gpt import packed_params
+from tests.support.olmo import unscale_local_layers
 
 LENGTHS = (7, 1, 33, 20)
 
@@ -36,7 +37,7 @@ def megatron_logits(model: torch.nn.Module, vocab_size: int) -> Tensor:
 
 def transformers_logprobs(folder: Path, vocab_size: int, weights: torch.dtype = torch.float32) -> Tensor:
     """[T, vocabulary], natural log, each sequence in a pass of its own; in float32 on the host, of weights rounded to a dtype."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = unscale_local_layers(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
     parts = packed_tokens(vocab_size)[0].split(LENGTHS)
     with torch.no_grad():
         for parameter in model.parameters():

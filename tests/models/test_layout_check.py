@@ -9,7 +9,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.models.config import Mla, ModelConfig, Moe, Rope
-from megarl.models.layout_check import check_layout, layout_problems, nearest_layouts
+from megarl.models.layout_check import check_layout, check_server_layout, layout_problems, nearest_layouts
 
 DENSE = ModelConfig(
     family="any",
@@ -85,3 +85,10 @@ def test_an_uneven_stage_is_evened_out() -> None:
     layout = Layout(pp=2, first_stage_layers=4, world_size=2)
     with pytest.raises(UserError, match="Nearest layouts that work: pp2;"):
         check_layout(DENSE, layout, "actor.parallel")
+
+
+def test_servers_repeat_no_heads_that_are_normed_together() -> None:
+    check_server_layout(DENSE, 4)  # two key-value heads on four ranks
+    check_server_layout(WHOLE, 2)
+    with pytest.raises(UserError, match=r"rollout\.tp 4 does not divide .*Sizes that work: 1, 2\."):
+        check_server_layout(WHOLE, 4)

@@ -267,9 +267,10 @@ def test_what_a_config_says_can_have_adapters_is_what_the_model_has(
         (folder / "tokenizer.json").write_text("{}")
     possible = adaptable(load_model_config(folder))
     settings = LoraSettings(rank=4, alpha=6, targets=tuple(each for each in TARGETS if each not in possible))
-    chunks = [
-        build_gpt(load_model_config(folder), Layout(), groups.collection, dtype=torch.float32, platform=PLATFORM)[0]
-    ]
+    with groups.active():
+        chunks = build_gpt(
+            load_model_config(folder), Layout(), groups.collection, dtype=torch.float32, platform=PLATFORM
+        )
     with pytest.raises(UserError, match=rf"choose LoRA's targets among {', '.join(possible)}\.$"):
         add_adapters(chunks, settings, groups.collection, SEED)
 

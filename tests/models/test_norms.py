@@ -9,7 +9,14 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from megarl.models.norms import LATENT_EPS, LatentNorm, NormedRowParallelLinear, RMSNorm
+from megarl.models.norms import (
+    LATENT_EPS,
+    LatentNorm,
+    NormedRowParallelLinear,
+    RMSNorm,
+    WholeNorm,
+    _NormedOverRanks,
+)
 from megarl.training.parallel import Groups
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -50,6 +57,36 @@ def test_one_plus_a_small_weight_keeps_the_weight_in_bfloat16() -> None:
 
 def test_norms_of_latents_have_an_epsilon_of_their_own() -> None:
     assert LatentNorm(settings(), 4, eps=0.5).eps == LATENT_EPS
+
+
+def test_a_norm_over_all_heads_is_the_formula_over_their_elements(one_rank: Groups) -> None:
+    with one_rank.active():
+        norm = WholeNorm(settings(sequence_parallel=True), 3, eps=0.1, heads=2)
+    assert norm.weight.shape == (6,)
+    # A part of the weight, whose gradient no other rank adds to.
+    assert norm.weight.tensor_model_parallel and not norm.weight.sequence_parallel
+    with torch.no_grad():
+        norm.weight.copy_(torch.arange(6.0))
+    x = torch.randn(5, 1, 2, 3, dtype=torch.float64)
+    flat = x.reshape(5, 1, 6)
+    expected = flat / (flat.square().mean(-1, keepdim=True) + 0.1).sqrt() * torch.arange(6.0)
+    torch.testing.assert_close(norm(x), expected.view_as(x), rtol=1e-6, atol=1e-6)
+
+
+def test_the_norm_over_ranks_has_the_gradients_of_torchs(one_rank: Groups) -> None:
+    """By one rank; two are in test_two_ranks, and their gradients in tests/training/test_invariance."""
+    x, weight, grad = torch.randn(7, 1, 6), torch.randn(6), torch.randn(7, 1, 6)
+    found = []
+    for norm in (
+        lambda x, weight: _NormedOverRanks.apply(x, weight, 0.1, one_rank.tp),
+        lambda x, weight: torch.nn.functional.rms_norm(x, (6,), weight, 0.1),
+    ):
+        given = [tensor.clone().requires_grad_() for tensor in (x, weight)]
+        output = norm(*given)
+        output.backward(grad)
+        found.append((output, *(tensor.grad for tensor in given)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_a_linear_that_norms_what_it_puts_out(one_rank: Groups) -> None:

@@ -226,6 +226,8 @@ MEASURED = (
     Case("neighbours rotated", dtype="bfloat16", tokens=128),
     Case("neighbours rotated", tokens=128),
     Case("partly rotated", dtype="bfloat16", tokens=128),
+    Case("norms behind", tokens=128),
+    Case("norms behind", dtype="bfloat16", tokens=512),
     Case("sinks", dtype="bfloat16", tokens=256),
     Case("sinks", tokens=256),
     Case("dense, qk norm", lora=Lora(rank=8), tokens=256),

@@ -24,7 +24,8 @@ def folder(tmp_path: Path, **config: object) -> Path:
 def test_of_each_family_one_module_is_loaded(tmp_path: Path, architecture: str) -> None:
     known = {file.stem for file in server_models._folder().glob("*.py")}
     [used] = known - set(unused_models(folder(tmp_path, architectures=[architecture])))
-    assert f"class {architecture}(" in (server_models._folder() / f"{used}.py").read_text()
+    built_as = server_models.BUILT_AS.get(architecture, architecture)
+    assert f"class {built_as}(" in (server_models._folder() / f"{used}.py").read_text()
 
 
 @pytest.mark.parametrize("architectures", [["NobodysForCausalLM"], [], None])
@@ -82,6 +83,18 @@ def test_dense_layers_that_transformers_names_are_counted_for_sglang(
 def test_sglang_is_told_which_share_of_a_head_transformers_rotates(tmp_path: Path, keys: Any, told: Any) -> None:
     found = missing_settings(folder(tmp_path, architectures=["Phi3ForCausalLM"], **keys))
     assert found == (told if told == {} else {"partial_rotary_factor": told})
+
+
+def test_sglang_is_told_the_base_that_it_drops_of_olmo_3(tmp_path: Path) -> None:
+    def told(**keys: Any) -> Any:
+        return missing_settings(folder(tmp_path, architectures=["Olmo3ForCausalLM"], **keys))
+
+    base = {"rope_type": "default", "rope_theta": 500000.0}
+    assert told(rope_parameters=base) == {"rope_theta": 500000.0}
+    assert told(rope_parameters=base, rope_theta=10000.0) == {"rope_theta": 500000.0}
+    assert told(rope_parameters=base, rope_theta=500000.0) == {}
+    assert told(rope_theta=500000.0) == told() == {}
+    assert told(rope_theta=500000.0, rope_scaling={"rope_type": "linear", "factor": 2.0}) == {}
 
 
 def test_sglang_is_told_the_limit_that_transformers_has_in_its_code(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from megarl.serving.process import start_all
 from megarl.serving.router import RouterProcess, RouterSpec
 from megarl.serving.sampling import Sampling
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
+from tests.support.olmo import unscale_local_layers
 from tests.support.tiny import write_tiny_qwen
 
 KEY = "key-of-the-tests-servers"
@@ -38,7 +39,7 @@ class HfModel:
     """The same weights under transformers, in float32 on one thread."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = unscale_local_layers(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
 
     def logprobs(self, token_ids: Sequence[int], temperature: float = 1.0) -> FloatArray:
         """Log-probs of tokens 1.. given those before: [L - 1]."""

@@ -115,7 +115,7 @@ def test_what_servers_hold_of_every_family_is_known_and_what_they_compute_is_the
             if load_model_config(model).mla is None:
                 assert np.abs(asyncio.run(asked(server)) - HfModel(model).logprobs(TOKENS)).max() < 1e-5
             # One number of one tensor, by the least that float32 knows.
-            for name in ("model.layers.1.input_layernorm.weight", "model.layers.2.self_attn.o_proj.weight"):
+            for name in ("model.layers.1.post_attention_layernorm.weight", "model.layers.2.self_attn.o_proj.weight"):
                 tensors = dict(tensors_in(model))
                 last = tensors[name].view(-1)[-1:]
                 last.copy_(torch.nextafter(last, last + 1))

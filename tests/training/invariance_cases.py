@@ -50,6 +50,7 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("gate in one", 2): [{"tp": 2, **SP}],
     ("qkv in one", 2): [{"tp": 2, **SP}],
     ("partly rotated", 2): [{"tp": 2, **SP, "ep": 2}, {"cp": 2}],
+    ("norms behind", 2): [{"tp": 2, **SP}],
     ("sinks", 2): [{"tp": 2, **SP}, {"tp": 2, **SP, "ep": 2}],
 }
 # What the benchmark measures beside them: the axes one by one, and more of their products.
@@ -101,6 +102,8 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("gate in one", 4): [{"tp": 2, **SP, "pp": 2}, {"tp": 2, **SP, "cp": 2}],
     ("partly rotated", 2): [{"pp": 2}, {"ep": 2}],
     ("partly rotated", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"pp": 2, "cp": 2}],
+    ("norms behind", 2): [{"tp": 2}, {"cp": 2}, {"pp": 2}],
+    ("norms behind", 4): [{"tp": 2, **SP, "pp": 2}, {"tp": 2, **SP, "cp": 2}],
     ("sinks", 2): [{"cp": 2}, {"pp": 2}, {"ep": 2}],
     ("sinks", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"tp": 2, **SP, "cp": 2, "ep": 2}],
 }

@@ -1,0 +1,69 @@
+"""Whether SGLang reads the rotary positions of a model's config as transformers does, before a device is taken.
+
+`python -m bench.served_models` asks servers of such configs beside transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.core.json_file import read_object
+from megarl.models.config import ModelConfig
+
+DROPPED = ("olmo3",)  # families of which SGLang drops rope_parameters
+ORIGINAL = "original_max_position_embeddings"
+ITS_OWN = ("attn_factor", "extrapolation_factor")  # keys that SGLang multiplies by, and transformers passes over
+MAGNITUDES = ("mscale", "mscale_all_dim")
+
+
+def check_served_rope(where: str, folder: Path, model: ModelConfig) -> None:
+    """Raise UserError for a scaling that SGLang reads otherwise, with what to write in its place. Latent attention reads its own.
+
+    0.5.21 drops OLMo-3's rope_parameters, or ends over them (configs/olmo3.py); of what is not scaled it is told the rest
+    (server_models). Of yarn it reads the object of the scaling alone, wants its factor, and knows no factor of attention but
+    the one that follows from it (layers/rotary_embedding/factory.py, yarn.py).
+    """
+    kind, dropped = model.rope.kind, model.family in DROPPED
+    if model.mla is not None or kind == "default" or not (dropped or kind == "yarn"):
+        return
+    config = read_object(folder / "config.json", "Export the model again.")
+    if dropped and not config.get("rope_scaling"):
+        raise UserError(
+            f"{where}: how the model's RoPE is scaled is in rope_parameters in its config.json, which SGLang does not read of "
+            f"{model.architecture}. Write it in two keys there, as the published models have it: rope_theta, and rope_scaling "
+            "with all the others."
+        )
+    if kind == "yarn":
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        for problem in _of_yarn(config, scaling, model):
+            raise UserError(f"{where}: RoPE is scaled by yarn in its config.json. {problem}.")
+
+
+def _of_yarn(config: Mapping[str, Any], scaling: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
+    from megarl.models.rope import attention_factor  # with torch
+
+    rope = model.rope
+    if scaling and scaling.get("factor") is None:
+        yield f"SGLang wants `factor` among its keys. Write {rope.factor:g}, which transformers takes"
+    if scaling and scaling.get(ORIGINAL, model.max_positions) != rope.original_positions:
+        yield (
+            f"transformers takes {ORIGINAL} from outside of rope_scaling or rope_parameters, {rope.original_positions}, "
+            f"and SGLang from inside. Write {rope.original_positions} inside"
+        )
+    if rope.attention_factor is not None:
+        follows = attention_factor(replace(rope, attention_factor=None))
+        if not math.isclose(rope.attention_factor, follows, rel_tol=1e-6):
+            yield (
+                f"Its attention_factor is {rope.attention_factor:g}, and SGLang takes {follows:g}, which follows from the "
+                "other keys: it cannot serve this model. Take another"
+            )
+    for key in ITS_OWN:
+        if scaling.get(key, 1) != 1:
+            yield f"SGLang multiplies by {key}, {scaling[key]}, and transformers passes over it. Remove it"
+    if any(scaling.get(key) == 0 for key in MAGNITUDES):
+        yield f"{' and '.join(MAGNITUDES)} of 0 are none to transformers, and zero to SGLang. Remove them"
