@@ -31,24 +31,25 @@ from megarl.commands import (
 )
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.exit_codes import FAULT
-from megarl.core.interrupts import Interrupts
+from megarl.core.interrupts import Interrupts, as_error
 from megarl.core.log import visible
+from megarl.core.terminal import outlive_terminal
 
 
 class Commands(TyperGroup):
     """All commands. Typer itself ends with 130 at a KeyboardInterrupt, and says nothing."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Raises InterruptError where Ctrl-C or SIGTERM ended it, UserError where there is no place to be."""
+        """Run the command. Raises InterruptError where a signal ended it, UserError where there is no place to be."""
         try:
             os.getcwd()
         except FileNotFoundError as error:
             raise UserError("The working directory has been removed. Change into one that is there.") from error
-        with Interrupts() as interrupts:
+        with Interrupts():
             try:
                 return super().invoke(ctx)
             except KeyboardInterrupt as error:
-                raise interrupts.error(error) from None
+                raise as_error(error) from None
 
 
 app = typer.Typer(
@@ -78,6 +79,7 @@ app.add_typer(submit.app)  # submit, status, logs, cancel
 
 def main() -> None:
     """A command. What an exit code means stands in docs/exit_codes.md; no stack trace for an expected error."""
+    outlive_terminal()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Texts of models and names of files have letters that the encoding of the output may lack: no reason to end a run.
         sys.stdout.reconfigure(errors="backslashreplace")

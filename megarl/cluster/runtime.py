@@ -246,18 +246,24 @@ def _witness(folder: Path, run_id: str) -> Iterator[Path]:
 
 def _init(where: str, **settings: Any) -> None:
     try:
-        with _own_handlers():
+        with _own_signals():
             ray.init(log_to_driver=False, configure_logging=False, **settings)
     except Exception as error:
         raise MegarlError(f"Ray {where} did not start this run: {error}") from error
 
 
 @contextmanager
-def _own_handlers() -> Iterator[None]:
-    """Keeps SIGTERM's handler: Ray puts one of its own there, which ends the process with an exit code of its own."""
+def _own_signals() -> Iterator[None]:
+    """Keeps SIGTERM's handler: Ray puts one of its own there, which ends the process with an exit code of its own.
+
+    And keeps Ray's processes from SIGHUP, as Ray itself keeps them from Ctrl-C: a terminal that is closed sends it to all in
+    its foreground, and without them nothing could be ended in order. They inherit that it is blocked, and their workers do.
+    """
     on_terminate = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_terminate)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what came meanwhile is heard now

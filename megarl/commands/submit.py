@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megarl.core.errors import MegarlError, UserError
-from megarl.core.interrupts import Interrupts
+from megarl.core.interrupts import Interrupts, as_error
 from megarl.launch.script import TEMPLATE
 
 app = typer.Typer()
@@ -177,10 +177,10 @@ def _follow(run: Path) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    with Interrupts(quiet=True) as interrupts:  # "ending everything" would be said of the job
+    with Interrupts(quiet=True):  # "ending everything" would be said of the job
         try:
             show_logs(run, follow=True, write=write)
         except KeyboardInterrupt as error:
             error.add_note(f"The job goes on; end it by megarl cancel {run}")
-            raise interrupts.error(error) from None
+            raise as_error(error) from None
     raise typer.Exit(exit_code(run))

@@ -79,10 +79,12 @@ class StoppedError(MegarlError):
 
 
 class InterruptError(MegarlError):
-    """A signal has ended the command: Ctrl-C or SIGTERM. Its exit code is 128 + the signal's number, as shells say it."""
+    """A signal has ended the command: Ctrl-C, SIGTERM or SIGHUP. Its exit code is 128 + the signal's number, as shells say it."""
 
     def __init__(self, number: int) -> None:
         name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
+        if number == signal.SIGHUP:
+            name += ", as of a terminal that was closed. A command that is started by nohup, or in tmux, outlives its terminal"
         super().__init__(f"interrupted by {name}.")
         self.exit_code = 128 + number
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 DONE, FAULT, REFUSED = 0, 1, 2
 STOPPED = 75  # what sysexits.h calls a temporary failure: try again later
-INTERRUPTED, TERMINATED, KILLED = 130, 143, 137  # 128 + the number of the signal, as shells say it
+HUNG_UP, INTERRUPTED, TERMINATED, KILLED = 129, 130, 143, 137  # 128 + the number of the signal, as shells say it
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,14 @@ EXIT_CODES = (
         "finished its step and committed a checkpoint of it.",
         "the message has the command that goes on",
         "the job is queued again, and goes on by itself",
+    ),
+    ExitCode(
+        HUNG_UP,
+        "hung up",
+        "SIGHUP, as of a terminal that was closed or an ssh connection that was lost, otherwise as Ctrl-C. A command that was "
+        "started by nohup, or in tmux, outlives its terminal.",
+        "as for Ctrl-C; a run's `logs/driver.log` has the message",
+        "the job ends",
     ),
     ExitCode(
         INTERRUPTED,

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: everything is torn down in order, which takes seconds, and the user is told at once that it has begun.
+"""Ctrl-C, SIGTERM, a terminal that is closed: all is taken down in order, which takes seconds, and that is said at once.
 
 Not the request to stop with a checkpoint, which is SIGUSR1: core/stop.py.
 """
@@ -17,9 +17,26 @@ from typing import Any
 
 from megarl.core.errors import InterruptError
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGHUP is of a terminal that was closed, as by a lost connection.
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 # Whoever starts this process may send on what the terminal has sent already: that is one Ctrl-C, and not two.
 SAME_S = 1.0
+
+
+def heeded() -> tuple[signal.Signals, ...]:
+    """The signals that end this process: whoever starts it in the background may have it ignore Ctrl-C, and nohup SIGHUP."""
+    return tuple(number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
+
+
+def as_error(cause: KeyboardInterrupt) -> InterruptError:
+    """What has interrupted this process, with the notes of the KeyboardInterrupt; while its Interrupts listen."""
+    # Ray raises one of its own in the place of the handler's, so that it cannot carry the number.
+    listening = (getattr(signal.getsignal(number), "__self__", None) for number in SIGNALS)
+    heard = (each.number for each in listening if isinstance(each, Interrupts) and each.number is not None)
+    error = InterruptError(next(heard, signal.SIGINT))
+    for note in getattr(cause, "__notes__", ()):
+        error.add_note(note)
+    return error
 
 
 class Interrupts:
@@ -30,39 +47,28 @@ class Interrupts:
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
+        self.number: int | None = None  # of the first
         self._quiet = quiet
-        self._number: int | None = None
         self._since = 0.0
         self._before: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Interrupts:
         # Only the main thread may set handlers, and only it gets signals.
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                before = signal.getsignal(number)
-                # Whoever starts this process in the background may have it ignore Ctrl-C.
-                if before != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._heard)
+            for number in heeded():
+                self._before[number] = signal.signal(number, self._heard)
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
 
-    def error(self, cause: KeyboardInterrupt) -> InterruptError:
-        """What has interrupted, with the notes of the KeyboardInterrupt."""
-        # Ray raises one of its own in the place of the handler's, so that it cannot carry the number.
-        error = InterruptError(signal.SIGINT if self._number is None else self._number)
-        for note in getattr(cause, "__notes__", ()):
-            error.add_note(note)
-        return error
-
     def _heard(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._number is None:
-            self._number, self._since = number, now
+        if self.number is None:
+            self.number, self._since = number, now
             told = f"\nmegarl: {signal.Signals(number).name}: ending everything in order (Ctrl-C again: at once)\n"
-            # Whoever read it may have ended of the same Ctrl-C, as tee does.
+            # Whoever read it may have ended of the same Ctrl-C, as tee does, and the terminal may be closed.
             with suppress(OSError):
                 os.write(2, b"" if self._quiet else told.encode())  # not by print: it may be just what was interrupted
             raise KeyboardInterrupt
@@ -78,7 +84,7 @@ def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
     that would wait for ever. A second signal is for the handlers that were there before. For the main thread; a signal that is
     ignored stays so. What goes wrong while the work ends is a note of what is raised.
     """
-    before = {number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
+    before = {number: signal.getsignal(number) for number in heeded()}
     raised: list[KeyboardInterrupt] = []
 
     def restore() -> None:

@@ -11,6 +11,10 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+
+from megarl.core.errors import MegarlError
+from megarl.core.interrupts import as_error
 
 ROOT = "megarl"
 HIDDEN = "[hidden]"
@@ -65,7 +69,7 @@ class _FileHandler(logging.FileHandler):
 
 @dataclass(frozen=True)
 class RunLog:
-    """The handlers of one run: close() takes them off again."""
+    """The handlers of one run: close() takes them off again, as leaving it does, which writes down what error leaves it."""
 
     handlers: tuple[logging.Handler, ...]
 
@@ -75,6 +79,19 @@ class RunLog:
             assert isinstance(handler.formatter, HidingFormatter)
             if secret:
                 handler.formatter.secrets.add(secret)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            error = as_error(error)
+        if error is not None:
+            # For the file alone: the command line prints it, to whoever is still there.
+            get_logger(ROOT).info("ended: %s", error.told() if isinstance(error, MegarlError) else repr(error))
+        self.close()
 
     def close(self) -> None:
         """Flush and close the file; log as if setup_logging had not been called."""

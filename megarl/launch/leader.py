@@ -26,6 +26,7 @@ from types import FrameType
 from typing import IO, Literal
 
 from megarl.core.errors import DeadlineError, MegarlError, StoppedError
+from megarl.core.interrupts import heeded
 from megarl.core.ports import kept_port
 from megarl.core.ray_env import AGAIN_VARIABLE, FEW_EVENTS, HEALTH_CHECKS, RAY_ADDRESS_VARIABLE, RAY_NODES_VARIABLE
 from megarl.core.stop import STOP_SIGNAL, held_back
@@ -183,7 +184,7 @@ class Leader:
 
     def run(self) -> int:
         """Returns the job's exit code."""
-        for number in (STOP_SIGNAL, signal.SIGTERM, signal.SIGINT):
+        for number in (STOP_SIGNAL, *heeded()):
             signal.signal(number, self._signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})  # the job's script holds it back until now
         # A secret of this start, which every process inherits: it is on no command line and in no file.

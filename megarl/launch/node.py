@@ -30,6 +30,7 @@ from megarl.core.limits import raise_open_files
 from megarl.core.platform import visible_cuda_devices
 from megarl.core.ports import free_port
 from megarl.core.scratch import make_folder
+from megarl.core.terminal import outlive_terminal
 from megarl.launch.words import ALIVE_EVERY_S, Message, Word
 
 RAY_STARTED = "Ray runtime started."
@@ -255,8 +256,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds until Ray has to run here")
     parser.add_argument("--sweep", action="store_true", help="only remove what a node that was killed has left")
     options = parser.parse_args(arguments)
+    outlive_terminal()
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # of a terminal that is closed; nohup has it ignored
+        signal.signal(signal.SIGHUP, _terminate)
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # whoever reads a terminal from the background gets an error instead
     cpus = len(os.sched_getaffinity(0))
     spec = NodeSpec(

@@ -93,7 +93,7 @@ def opened(
     recipe = loaded.recipe
     folder = recipe.run.folder
     checkpoints = _checkpoints(recipe)
-    with _taken(folder), ending(loaded, checkpoints, again) as early, ExitStack() as stack:
+    with _taken(folder), ExitStack() as logs, ending(loaded, checkpoints, again) as early, ExitStack() as stack:
         committed = _still_newest(checkpoints, committed)
         out = Output(markup=False)
         for line in lines:
@@ -105,7 +105,7 @@ def opened(
             save_recipe(loaded, folder)
             if committed is not None:
                 note_older_export(folder, committed.step)
-            stack.callback(setup_logging(folder / DRIVER_LOG).close)
+            logs.enter_context(setup_logging(folder / DRIVER_LOG))
             forget_progress((folder / DRIVER_LOG).parent)
             resumed = committed.step if committed else None
             alone = recovered or started_again()

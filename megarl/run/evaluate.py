@@ -43,7 +43,7 @@ def _evaluate(path: Path, overrides: list[str], scratch: Scratch) -> None:
     console = Console(markup=False)
     timer = PhaseTimer()
     with ExitStack() as stack:
-        stack.callback(setup_logging(folder / DRIVER_LOG).close)
+        stack.enter_context(setup_logging(folder / DRIVER_LOG))
         console.print(f"{checked.eval_rows} held-out rows, model {recipe.model.path}", highlight=False)
         with console.status("starting the servers"):
             rollout = stack.enter_context(eval_session(recipe, checked, timer, folder, scratch))

@@ -21,6 +21,8 @@ def main() -> None:
         raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
     if os.getppid() != int(sys.argv[1]):
         sys.exit("The parent ended before this process was guarded.")
+    # Ray's processes hold it back (cluster/runtime); what this one starts may end its own children by it.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
     os.execvp(sys.argv[2], sys.argv[2:])
 
 

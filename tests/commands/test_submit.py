@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from megarl.cli import app
 from megarl.core.errors import InterruptError, MegarlError, UserError
+from megarl.core.interrupts import SIGNALS
 from megarl.launch.record import Submission
 
 LONG = "a_run_with_a_name_that_is_longer_than_what_a_narrow_terminal_has_for_it"
@@ -45,14 +46,15 @@ def test_what_slurm_is_told_is_refused_for_ray() -> None:
 
 @pytest.fixture
 def heeded() -> Iterator[None]:
-    """Ctrl-C is heeded, also where the tests run in the background of a shell, which has them ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Signals are heeded, also where the tests run in the background of a shell, which has them ignore some."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("heeded")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_who_stops_looking_at_a_job_does_not_end_it(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from megarl import cli
 from megarl.core import errors
 from megarl.core.errors import InterruptError, MegarlError
 from megarl.core.exit_codes import EXIT_CODES, render
+from megarl.core.interrupts import SIGNALS
 
 ROOT = Path(__file__).parents[2]
 CODES = {row.code for row in EXIT_CODES}
@@ -26,6 +27,7 @@ ENDINGS: dict[str, tuple[str, int]] = {
     "refused": ("raise UserError('no such file')", 2),
     "stopped on request": ("raise StoppedError('after step 3')", 75),
     "Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", 130),
+    "SIGHUP": ("os.kill(os.getpid(), signal.SIGHUP); time.sleep(9)", 129),
     "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", 143),
 }
 
@@ -39,7 +41,7 @@ def test_the_page_is_made_of_the_table() -> None:
 def test_every_error_ends_with_a_code_of_the_table() -> None:
     kinds = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, MegarlError)]
     assert {each.exit_code for each in kinds} == {1, 2, 75}
-    assert {InterruptError(number).exit_code for number in (signal.SIGINT, signal.SIGTERM)} | {1, 2, 75} <= CODES
+    assert {InterruptError(number).exit_code for number in SIGNALS} | {1, 2, 75} <= CODES
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -53,15 +55,15 @@ def test_a_command_ends_with_its_code(
 
     monkeypatch.setattr("megarl.run.train.run_train", run)
     monkeypatch.setattr(sys, "argv", ["megarl", "train", "recipe.yaml"])
-    # Shells start what they put into the background with SIGINT ignored, and that is inherited.
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Shells start what they put into the background with SIGINT ignored, and nohup with SIGHUP; that is inherited.
+    inherited = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
     try:
-        before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+        assert [signal.getsignal(number) for number in SIGNALS] == [signal.default_int_handler] * len(SIGNALS)
     finally:
-        signal.signal(signal.SIGINT, inherited)
+        for number, handler in inherited.items():
+            signal.signal(number, handler)
     assert (ended.value.code or 0) == wanted and wanted in CODES
     error = capfd.readouterr().err
     assert error == "" if wanted == 0 else "megarl: " in error and "Traceback" not in error

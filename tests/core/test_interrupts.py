@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: said at once, raised once, and a second Ctrl-C ends the process."""
+"""Ctrl-C, SIGTERM and SIGHUP: said at once, raised once, and a second Ctrl-C ends the process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 import time
 
 import pytest
+
+from megarl.core.interrupts import SIGNALS
+from tests.support.processes import heed_interrupts
 
 # Takes itself apart for ever once it was interrupted; says when it begins.
 STUBBORN = """
@@ -24,10 +27,12 @@ with Interrupts():
 
 
 def start(code: str) -> subprocess.Popen[str]:
-    # Whoever runs the tests in the background may have them ignore Ctrl-C, which children inherit.
-    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     process = subprocess.Popen(
-        [sys.executable, "-c", heed + code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
     )
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     return process
@@ -63,7 +68,7 @@ def test_a_reader_that_the_same_ctrl_c_has_ended_makes_no_other_error_of_it() ->
 # Says what came of its work, and with which number it ends.
 LOOPING = """
 import asyncio
-from megarl.core.interrupts import Interrupts, run_interruptibly
+from megarl.core.interrupts import Interrupts, as_error, run_interruptibly
 async def work():
     try:
         print("up", flush=True)
@@ -72,16 +77,16 @@ async def work():
         await asyncio.sleep(0.2)
         print("closed", flush=True)
         {closing}
-with Interrupts() as interrupts:
+with Interrupts():
     try:
         run_interruptibly(work())
         print("whole")
     except KeyboardInterrupt as error:
-        print(interrupts.error(error).exit_code, *getattr(error, "__notes__", ()))
+        print(as_error(error).exit_code, *getattr(error, "__notes__", ()))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_work_of_an_event_loop_is_closed_before_a_signal_is_heard(number: signal.Signals) -> None:
     process = start(LOOPING.format(seconds=60, closing=""))
     process.send_signal(number)

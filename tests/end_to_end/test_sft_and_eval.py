@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.harness import RECIPE
+from megarl.core import janitor
+from tests.end_to_end.harness import RECIPE, Driver
 from tests.support.fake_graders import FakeJudge, FakeRemote, in_thread
+from tests.support.processes import heed_interrupts
+from tests.support.terminal import BELOW_A_SHELL, Terminal
 
 pytestmark = pytest.mark.slow
 
@@ -88,3 +94,35 @@ def evaluate(inputs: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None
         path.read_text(errors="replace") for path in inputs.rglob("*.*") if path.suffix in (".log", ".json", ".jsonl")
     ]
     assert not any(key in text for text in (done.stdout, done.stderr, *texts))
+
+
+def test_a_run_whose_terminal_is_closed_is_ended_in_order(inputs: Path, tmp_path: Path) -> None:
+    """All of the terminal's foreground get the signal, Ray's own processes too."""
+    recipe, code, errors = inputs / "closed.yaml", tmp_path / "code", tmp_path / "errors"
+    recipe.write_text(SFT_RECIPE.format(folder=inputs))
+    temp = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # the paths of Ray's sockets have to stay short
+    command = [*BELOW_A_SHELL, str(code), sys.executable, "-m", "megarl", "sft", str(recipe)]
+    settings = ("run.name=closed", "train.steps=1000", "train.save_every=2")
+    segments = {path.name for path in janitor.SHARED_MEMORY.iterdir()}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temp), "TERM": "xterm"}
+    with (
+        errors.open("wb") as file,
+        Terminal([*command, *settings], stderr=file, env=env, preexec_fn=heed_interrupts) as terminal,
+    ):
+        driver = Driver(terminal.process, inputs / "runs" / "closed", segments, temp)  # type: ignore[arg-type]
+        terminal.read_until(lambda _: any(row["step"] >= 4 for row in driver.metrics()), 300.0)
+        terminal.close()
+        assert terminal.process.wait(10) == -signal.SIGHUP
+        end = time.monotonic() + 60
+        while not code.exists() or not code.read_text():
+            assert time.monotonic() < end, driver.where()
+            time.sleep(0.1)
+    said, log = errors.read_text(), (driver.folder / "logs" / "driver.log").read_text()
+    assert code.read_text() == "129\n", said
+    last = max((driver.folder / "checkpoints").glob("step_*"))
+    for each in (said, log):
+        assert "interrupted by SIGHUP" in each and f"The last good checkpoint is {last}" in each
+        assert "Traceback" not in each and "died" not in each, each
+    assert "were still there" not in log, "without Ray's own processes none of the others hears that it is to end"
+    driver.assert_nothing_left()
+    temp.rmdir()

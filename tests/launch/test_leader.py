@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import MegarlError, StoppedError
+from megarl.core.interrupts import SIGNALS
 from megarl.core.stop import STOP_SIGNAL
 from megarl.launch.leader import Allocation, Event, Leader, Nodes, Plan, requeue
 from megarl.launch.words import Message
@@ -145,7 +146,7 @@ def test_a_request_to_stop_that_came_before_the_leader_listens_reaches_it(
 ) -> None:
     """The job's script holds it back until then."""
     monkeypatch.setattr(os, "environ", {**os.environ})  # it has a secret written into it
-    numbers = (STOP_SIGNAL, signal.SIGTERM, signal.SIGINT)
+    numbers = (STOP_SIGNAL, *SIGNALS)
     before, mask = [signal.getsignal(each) for each in numbers], signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
     leader = leader_of(tmp_path / "nowhere")
     try:

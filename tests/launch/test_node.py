@@ -15,6 +15,8 @@ from megarl.core import janitor
 from megarl.core.ports import free_port
 from megarl.launch.node import NodeSpec, few_cpus, main, own_address, ray_command
 from megarl.launch.words import parse_line
+from tests.support.processes import heed_interrupts
+from tests.support.terminal import Terminal
 
 # A shell with a job in its background, and somebody who types.
 SHELL = """
@@ -104,6 +106,16 @@ def test_the_end_of_standard_input_is_the_end_of_the_node(tmp_path: Path) -> Non
     assert (node.returncode, out, err) == (0, "", "")
     assert not (tmp_path / "temp").exists()
     assert not janitor.processes_of(f"test-{tmp_path.name}")
+
+
+def test_a_node_whose_terminal_is_closed_ends_in_order(tmp_path: Path) -> None:
+    temp = tmp_path / "temp"
+    command = [sys.executable, "-m", "megarl.launch.node", "--head", f"{FAR}:9", "--run-id", f"test-{tmp_path.name}"]
+    with Terminal([*command, "--temp", str(temp)], preexec_fn=heed_interrupts) as terminal:
+        terminal.read_until(lambda shown: words(shown) == ["started"] and temp.exists(), 30.0)
+        terminal.close()
+        assert terminal.process.wait(30) == 0
+    assert not temp.exists() and not janitor.processes_of(f"test-{tmp_path.name}")
 
 
 def test_what_is_typed_for_another_job_of_the_terminal_neither_stops_nor_ends_the_node() -> None:

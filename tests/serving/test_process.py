@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import secrets
 import signal
@@ -63,6 +64,17 @@ def test_a_process_is_ready_when_it_answers(make: Make) -> None:
     process.wait_ready(20)
     assert process.alive()
     assert f"secret of {len(SECRET)} characters" in process.log_tail()
+
+
+def test_what_rays_processes_hold_back_reaches_those_that_they_start(make: Make) -> None:
+    process, before = make(), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    process.wait_ready(20)
+    [blocked] = re.findall(r"SigBlk:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    assert not int(blocked, 16) & 1 << signal.SIGHUP - 1
 
 
 def test_one_that_found_its_port_taken_is_not_ready_because_the_other_answers(make: Make) -> None:

@@ -8,6 +8,8 @@ import signal
 import time
 from collections.abc import Iterable
 
+from megarl.core.interrupts import SIGNALS
+
 
 def ended(pids: Iterable[int], within_s: float = 5.0) -> bool:
     """Whether all of these end in time. One that nobody has reaped yet counts as ended."""
@@ -26,8 +28,9 @@ def ended(pids: Iterable[int], within_s: float = 5.0) -> bool:
 
 
 def heed_interrupts() -> None:
-    """Between fork and exec: whoever runs the tests in the background may have them ignore Ctrl-C, which children inherit."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """Between fork and exec: whoever runs the tests in the background may have them ignore signals, which children inherit."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def open_files() -> dict[str, str]:
