@@ -94,18 +94,18 @@ def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
     async def listen() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.create_task(work)
 
-        def hear(number: int) -> None:
-            for each in before:
-                loop.remove_signal_handler(each)
-            restore()
+        def hear(number: int, frame: FrameType | None) -> None:
             try:
+                restore()
                 signal.raise_signal(number)
             except KeyboardInterrupt as error:
                 raised.append(error)
-            task.cancel()
+                with suppress(RuntimeError):  # the loop is closed: nothing is left to be cancelled
+                    loop.call_soon_threadsafe(task.cancel)
 
+        # Not by the loop's own way: it takes its handlers off before others are there, and the next signal would end all at once.
         for number in before:
-            loop.add_signal_handler(number, hear, number)
+            signal.signal(number, hear)
         await task
 
     try:

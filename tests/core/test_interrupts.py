@@ -112,3 +112,33 @@ def test_an_error_that_no_signal_came_before_is_raised() -> None:
     process = start(LOOPING.format(seconds=0, closing="raise OSError('no socket')"))
     out, error = process.communicate(timeout=10)
     assert out == "closed\n" and error.endswith("OSError: no socket\n") and process.returncode == 1
+
+
+# Whoever has the system's own handler for a moment gets the signal in that moment.
+UNGUARDED = """
+import os, signal
+real = signal.signal
+def noted(number, handler):
+    before = real(number, handler)
+    if handler == signal.SIG_DFL:
+        os.kill(os.getpid(), number)
+    return before
+with Interrupts():
+    signal.signal = noted
+    try:
+        run_interruptibly(work())
+    except KeyboardInterrupt as error:
+        print(as_error(error).exit_code)
+    finally:
+        signal.signal = real
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_there_is_no_moment_in_which_a_signal_ends_the_process_before_it_is_closed(seconds: int) -> None:
+    """Neither when the work ends by itself nor when another signal has come a moment ago."""
+    process = start(LOOPING.format(seconds=seconds, closing="").partition("with Interrupts")[0] + UNGUARDED)
+    if seconds:
+        process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=10)
+    assert (process.returncode, out) == (0, "closed\n130\n" if seconds else "closed\n")
