@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from megarl.training.manifest import MANIFEST
 
 SPARE_BYTES = 16 * 2**20  # for configs, tokenizers and headers
 CONTENT, PREVIOUS = "content", "previous"
+# What a disk that is full, a quota and a limit on file sizes answer.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,13 @@ class Target:
         return self.temporary / CONTENT
 
     def commit(self) -> None:
-        """Wait until everything is on the disk, then give it its name; what was there before goes."""
-        sync_tree(self.content)
-        if self.path.exists():
-            self.path.rename(self.temporary / PREVIOUS)
-        self.content.rename(self.path)
-        sync(self.path.parent)
+        """Wait until everything is on the disk, then give it its name; what was there before goes. Raises UserError."""
+        with explained(self.path):
+            sync_tree(self.content)
+            if self.path.exists():
+                self.path.rename(self.temporary / PREVIOUS)
+            self.content.rename(self.path)
+            sync(self.path.parent)
 
 
 def followed(path: Path) -> Path:
@@ -62,8 +66,10 @@ def check_target(path: Path, needed_bytes: int, *, force: bool) -> None:
         )
     if path.exists() and (not path.is_dir() or not _is_replaceable(path)):
         raise UserError(f"{path} is not a model's folder, so --force does not replace it. Name another folder.")
+    if path.exists() and not _may_write(path):
+        raise UserError(f"{path} cannot be written to, so --force does not replace it. Name another folder.")
     existing = next(parent for parent in path.absolute().parents if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    if not existing.is_dir() or not _may_write(existing):
         raise UserError(f"{path} cannot be made: {existing} cannot be written to. Name another folder.")
     free = shutil.disk_usage(existing).free
     if free < needed_bytes + SPARE_BYTES:
@@ -73,9 +79,32 @@ def check_target(path: Path, needed_bytes: int, *, force: bool) -> None:
         )
 
 
+def _may_write(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
+
+
 def _is_replaceable(folder: Path) -> bool:
     """An empty folder, or one with a model in it."""
     return any((folder / name).exists() for name in ("config.json", MANIFEST)) or not any(folder.iterdir())
+
+
+@contextmanager
+def explained(path: Path, num_bytes: int = 0) -> Iterator[None]:
+    """What the system refuses within, as a UserError. path: the target. num_bytes: that it needs, where that is known."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            free = shutil.disk_usage(path.parent).free
+            needs = f"it needs {num_bytes / 1e9:.3f} GB, and " if num_bytes else ""
+            raise UserError(
+                f"No room for {path}: {needs}{free / 1e9:.3f} GB are free (or a quota allows less). Free some space or name "
+                "a folder on another disk; nothing was left behind."
+            ) from error
+        where = f"{error.filename}: " if error.filename else ""
+        raise UserError(
+            f"{path} was not written: {where}{error.strerror or error}. Mend what is there, or name another folder."
+        ) from error
 
 
 @contextmanager
@@ -83,20 +112,48 @@ def open_target(path: Path) -> Iterator[Target]:
     """A target to fill and commit; whatever was not committed is removed in the end.
 
     What a conversion that was killed left behind is removed by the next one to the same place; raises UserError where
-    that one is still at work.
+    that one is still at work, and for what the system refuses.
     """
     path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp-{path.name}")
-    with _taken(temporary, path):
-        if (temporary / PREVIOUS).exists() and not path.exists():
-            (temporary / PREVIOUS).rename(path)  # killed between taking the old one away and naming the new one
-        for left in temporary.iterdir():
-            shutil.rmtree(left)
+    with ExitStack() as stack:
+        with explained(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_taken(temporary, path))
+            _put_back(path, temporary)
+            for left in temporary.iterdir():
+                _remove(left)
         try:
             yield Target(path, temporary)
-        finally:
-            shutil.rmtree(temporary)
+        except BaseException as error:
+            try:
+                _end(path, temporary)
+            except UserError as more:
+                error.add_note(str(more))
+            raise
+        _end(path, temporary)
+
+
+def _put_back(path: Path, temporary: Path) -> None:
+    """The old one, where a conversion ended between taking it away and naming the new one."""
+    if (temporary / PREVIOUS).exists() and not path.exists():
+        (temporary / PREVIOUS).rename(path)
+
+
+def _end(path: Path, temporary: Path) -> None:
+    with explained(path):
+        _put_back(path, temporary)
+    _remove(temporary)
+
+
+def _remove(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise UserError(
+            f"{folder}, where a conversion keeps what is not whole yet and what it replaces, cannot be removed: "
+            f"{error.strerror or error}. Remove it."
+        ) from error
 
 
 @contextmanager

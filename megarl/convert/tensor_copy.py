@@ -19,7 +19,7 @@ Wrote = Callable[[int], object]  # told how many bytes more
 
 
 def write_tensors(path: Path, tensors: Mapping[str, TensorInfo], num_bytes: Mapping[str, int], wrote: Wrote) -> None:
-    """A new file of these tensors, in their order. num_bytes: of each. Raises UserError where a source ends early."""
+    """A new file of these tensors, in their order. num_bytes: of each. Raises UserError where a source cannot be read whole."""
     entries, offset = {}, 0
     for name, info in tensors.items():
         end = offset + num_bytes[name]
@@ -38,7 +38,7 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorInfo], num_bytes: Mapp
 def write_replaced(source: Path, path: Path, replaced: Mapping[str, TensorInfo], wrote: Wrote) -> None:
     """A copy of a file, with the content of some tensors that of others of the same shape and dtype.
 
-    Raises UserError where a file ends early.
+    Raises UserError where a file cannot be read whole.
     """
     stored = read_header(source)
     with source.open("rb") as ours, FileIO(path, "wb") as out:
@@ -57,7 +57,10 @@ def write_replaced(source: Path, path: Path, replaced: Mapping[str, TensorInfo],
 def _copy(source: BinaryIO, offset: int, num_bytes: int, out: FileIO, wrote: Wrote) -> None:
     source.seek(offset)
     while num_bytes > 0:
-        piece = source.read(min(num_bytes, PIECE_BYTES))
+        try:
+            piece = source.read(min(num_bytes, PIECE_BYTES))
+        except OSError as error:  # which does not say of what
+            raise UserError(f"{source.name} cannot be read ({error.strerror}). Copy or export it again.") from error
         if not piece:
             raise UserError(f"{source.name} ends early: it was changed while it was read. Copy or export it again.")
         _write(out, piece)

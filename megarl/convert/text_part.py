@@ -5,7 +5,6 @@ Both check everything from headers and configs before they write, and copy a pie
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import shutil
@@ -22,13 +21,13 @@ from megarl.convert.convert import Outcome
 from megarl.convert.job import Message
 from megarl.convert.processes import folder_bytes
 from megarl.convert.progress import ConversionProgress
-from megarl.convert.target import Target, apart, check_target, followed, open_target
+from megarl.convert.target import Target, apart, check_target, explained, followed, open_target
 from megarl.convert.tensor_copy import Wrote, write_replaced, write_tensors
 from megarl.convert.text_config import text_config
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
-from megarl.models.hf_beside import TEMPLATES, TOKENIZER_CONFIG, copy_beside, files_beside
+from megarl.models.hf_beside import TEMPLATES, TOKENIZER_CONFIG, check_readable, copy_beside, files_beside
 from megarl.models.hf_config import load_model_config, parse_model_config
 from megarl.models.hf_fields import Fields, shown
 from megarl.models.hf_files import (
@@ -49,7 +48,6 @@ from megarl.models.multimodal import Multimodal, read_multimodal
 from megarl.models.rules import expected_tensors
 
 CONFIG = "config.json"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Weights in other forms, which stay as they were trained before, and code of strangers.
 LEFT = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".py")
 # What says nothing of the weights: the end of responses, and what pads.
@@ -83,9 +81,11 @@ def check_multimodal(folder: Path) -> ModelConfig:
 def text_part(source: Path, target: Path, *, force: bool, console: Console) -> Outcome:
     """Write the text part of a multimodal folder as an HF folder: its config, its tensors, the tokenizer and what lies beside.
 
-    Raises UserError, and leaves nothing half-written, for a folder that is no such model or not whole, and for a full disk.
+    Raises UserError, and leaves nothing half-written, for a folder that is no such model or not whole, and for what the disk
+    refuses.
     """
     whole = _read_whole(source)
+    files_beside(source)  # refuses those that cannot be read
     sizes = {name: _num_bytes(info) for name, info in whole.index.items()}
     with _writing("text-part", target, sum(sizes.values()), (source,), force, console) as (output, wrote):
         by_file = [{name: info for name, info in whole.index.items() if info.file == file} for file in whole.files]
@@ -110,20 +110,22 @@ def text_part(source: Path, target: Path, *, force: bool, console: Console) -> O
 def into_multimodal(text: Path, source: Path, target: Path, *, force: bool, console: Console) -> Outcome:
     """Write a multimodal folder again with the weights of a text folder in the place of its own; the rest stays, to the byte.
 
-    Raises UserError, and leaves nothing half-written, where the two are not one model's, or a folder is not whole, and for a
-    full disk.
+    Raises UserError, and leaves nothing half-written, where the two are not one model's, or a folder is not whole, and for
+    what the disk refuses.
     """
     whole = _read_whole(source)
     replaced = _replacements(text, whole)
-    files_beside(source)  # refuses links that lead nowhere
+    others = [path for path in sorted([*source.iterdir(), *(source / TEMPLATES).glob("*.jinja")]) if _is_kept(path)]
+    for path in others:
+        check_readable(path)
     num_bytes = sum(file.stat().st_size for file in whole.files)
     with _writing("into-multimodal", target, num_bytes, (text, source), force, console) as (output, wrote):
         for file in whole.files:
             place = output.content / file.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)
             write_replaced(file, place, replaced, wrote)
-        for path in sorted([*source.iterdir(), *(source / TEMPLATES).glob("*.jinja")]):
-            if path.is_file() and _is_kept(path):
+        for path in others:
+            if path.is_file():
                 place = output.content / path.relative_to(source)
                 place.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, place)
@@ -205,23 +207,15 @@ def _writing(
     done = 0
     with open_target(path) as output, ConversionProgress(console, title, num_bytes) as progress:
         progress.hear(Message("phase", "writing"))
-        output.content.mkdir()
 
         def wrote(more: int) -> None:
             nonlocal done
             done += more
             progress.written(done)
 
-        try:
+        with explained(path, num_bytes):
+            output.content.mkdir()
             yield output, wrote
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            free = shutil.disk_usage(path.parent).free
-            raise UserError(
-                f"No room for {path}: it needs {num_bytes / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free (or a quota allows "
-                "less). Free some space or name a folder on another disk; nothing was left behind."
-            ) from error
         progress.done()
 
 

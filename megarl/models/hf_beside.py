@@ -29,13 +29,23 @@ COPIED = (
 
 
 def files_beside(folder: Path) -> list[Path]:
-    """Tokenizer, chat templates and generation settings. Raises UserError for a link among them that leads nowhere."""
+    """Tokenizer, chat templates and generation settings. Raises UserError for one among them that cannot be read."""
     every = sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")])
     found = [path for path in every if any(path.match(pattern) for pattern in COPIED)]
     for path in found:
-        if path.is_symlink() and not path.exists():
-            raise UserError(f"{path} is a link that leads nowhere. Put the file there, or remove the link.")
+        check_readable(path)
     return [path for path in found if path.is_file()]
+
+
+def check_readable(path: Path) -> None:
+    """Raises UserError for a file that cannot be read, and for a link that leads nowhere. Folders pass."""
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{path} is a link that leads nowhere. Put the file there, or remove the link.")
+    try:
+        if path.is_file():
+            path.open("rb").close()  # file systems of other machines know better than the file's mode
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}). Let this user read it, or remove it.") from error
 
 
 def copy_beside(source: Path, target: Path) -> None:

@@ -189,18 +189,22 @@ def untied(folder: Path) -> UserError:
 
 
 def are_same(one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether two tensors have the same shape, dtype and bytes; no more than a block of each is held."""
+    """Whether two tensors have the same shape, dtype and bytes; no more than a block of each is held. Raises UserError."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     left = math.prod(one.shape) * BITS[one.dtype] // 8
-    with one.file.open("rb") as ours, other.file.open("rb") as theirs:
-        ours.seek(one.offset)
-        theirs.seek(other.offset)
-        while left > 0:
-            block = min(left, BLOCK_BYTES)
-            if ours.read(block) != theirs.read(block):
-                return False
-            left -= block
+    try:
+        with one.file.open("rb") as ours, other.file.open("rb") as theirs:
+            ours.seek(one.offset)
+            theirs.seek(other.offset)
+            while left > 0:
+                block = min(left, BLOCK_BYTES)
+                if ours.read(block) != theirs.read(block):
+                    return False
+                left -= block
+    except OSError as error:
+        files = " or ".join(sorted({str(one.file), str(other.file)}))
+        raise UserError(f"{files} cannot be read ({error.strerror or error}). {AGAIN}") from error
     return True
 
 

@@ -50,7 +50,8 @@ def read_header(path: Path) -> list[Stored]:
     """Every tensor of the file, in the file's order. Raises UserError for what the safetensors library refuses."""
     found = []
     try:
-        with safe_open(path, "numpy") as file, path.open("rb") as start:
+        # Opened by Python first: the library calls all that it cannot open missing.
+        with path.open("rb") as start, safe_open(path, "numpy") as file:
             offset = PREFIX_BYTES + int.from_bytes(start.read(PREFIX_BYTES), "little")
             for name in file.offset_keys():
                 tensor = file.get_slice(name)
@@ -62,7 +63,7 @@ def read_header(path: Path) -> list[Stored]:
             f"{path} is not a safetensors file that can be read: {_reason(str(error))}. Copy or export it again."
         ) from error
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error}). Copy or export it again.") from error
+        raise UserError(f"{path} cannot be read ({error.strerror or error}). Copy or export it again.") from error
     assert offset == path.stat().st_size, (path, offset, path.stat().st_size)
     return found
 

@@ -1,4 +1,6 @@
+import errno
 import fcntl
+import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +15,7 @@ from megarl.convert.target import check_target, followed, open_target
 from megarl.core.errors import UserError, WorkerDiedError
 from megarl.core.layout import Layout
 from megarl.models.hf_dtypes import Dtypes
+from tests.support.privileges import without_privileges
 
 
 def fill(target, text="new"):
@@ -62,6 +65,49 @@ def test_the_old_one_comes_back_where_a_conversion_was_killed_between_the_rename
     (tmp_path / ".tmp-x" / "previous" / "config.json").write_text("old")
     with open_target(tmp_path / "x") as target:
         assert (target.path / "config.json").read_text() == "old"
+
+
+def test_the_old_one_comes_back_where_the_new_one_does_not_get_its_name(tmp_path, monkeypatch):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "config.json").write_text("old")
+    rename = Path.rename
+
+    def refused(self, target):
+        if self.name == "content":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with (
+        pytest.raises(UserError, match=r"/x was not written: Input/output error\."),
+        open_target(tmp_path / "x") as target,
+    ):
+        fill(target)
+        target.commit()
+    assert names(tmp_path) == ["x"] and (tmp_path / "x" / "config.json").read_text() == "old"
+
+
+def test_what_stands_in_the_place_of_the_temporary_folder_is_named(tmp_path):
+    (tmp_path / ".tmp-x").touch()
+    with pytest.raises(UserError, match=r"/x was not written: \S+/\.tmp-x: File exists"), open_target(tmp_path / "x"):
+        pass
+    assert names(tmp_path) == [".tmp-x"]
+
+
+def test_what_cannot_be_removed_is_named_beside_what_went_wrong(tmp_path):
+    locked = tmp_path / ".tmp-x" / "content" / "locked"
+    with without_privileges(), pytest.raises(OSError, match="full") as caught, open_target(tmp_path / "x"):
+        (locked / "deep").mkdir(parents=True)
+        locked.chmod(0o555)
+        raise OSError("full")
+    [note] = caught.value.__notes__
+    assert note.startswith(f"{tmp_path / '.tmp-x'}, ") and note.endswith("Permission denied. Remove it.")
+    with (
+        without_privileges(),
+        pytest.raises(UserError, match=r"\.tmp-x/content, .*Remove it"),
+        open_target(tmp_path / "x"),
+    ):
+        pass
 
 
 def test_two_conversions_to_one_place(tmp_path):

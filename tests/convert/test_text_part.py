@@ -7,6 +7,8 @@ import resource
 import shutil
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from io import FileIO
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -19,9 +21,10 @@ from megarl.convert import tensor_copy
 from megarl.convert.text_part import into_multimodal, text_part
 from megarl.core.errors import UserError
 from megarl.models.hf_config import load_model_config
-from megarl.models.hf_files import check_weights
+from megarl.models.hf_files import TensorInfo, are_same, check_weights
 from megarl.models.rules import expected_tensors
 from tests.support.multimodal import TINY, in_newer_names, newer, text_logits, write_multimodal
+from tests.support.privileges import without_privileges
 
 IDS = torch.randint(4, 128, (2, 24), generator=torch.Generator().manual_seed(1))
 FAMILIES = {
@@ -356,14 +359,63 @@ def test_a_full_disk_leaves_nothing(copied, words):
     assert names(copied) == ["text", "whole"]
 
 
-def test_other_errors_of_the_disk_are_not_called_full(copied, monkeypatch):
-    def broken(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+@pytest.mark.parametrize("words", [("text-part", "whole"), ("into-multimodal", "text", "whole")])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS])
+def test_other_errors_of_the_disk_are_not_called_full(copied, monkeypatch, number, words):
+    """As where it is read only since an error."""
 
-    monkeypatch.setattr("megarl.convert.text_part.write_tensors", broken)
-    with pytest.raises(OSError, match="Input/output error"):
-        take(copied / "whole", copied / "x")
+    def broken(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tensor_copy, "_write", broken)
+    code, _, error = command(words[0], *(copied / name for name in words[1:]), copied / "x")
+    assert code == 2 and f"{copied / 'x'} was not written: {os.strerror(number)}. Mend" in error
     assert names(copied) == ["text", "whole"]
+
+
+def test_a_file_that_the_disk_does_not_give_back_is_named(tmp_path):
+    """The kernel answers so for a process's memory where there is none."""
+    said = r"^/proc/self/mem cannot be read \(Input/output error\)"
+    with (
+        open("/proc/self/mem", "rb") as source,
+        FileIO(tmp_path / "x", "wb") as out,
+        pytest.raises(UserError, match=said),
+    ):
+        tensor_copy._copy(source, 0, 10, out, lambda _: None)
+    info = TensorInfo((10,), "U8", Path("/proc/self/mem"), 0)
+    with pytest.raises(UserError, match=said):
+        are_same(info, info)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "preprocessor_config.json"])
+def test_a_file_that_may_not_be_read_is_refused_before_anything_is_written(copied, name):
+    whole = copied / "whole"
+    (whole / name).chmod(0)
+    with without_privileges():
+        for words in (("into-multimodal", copied / "text", whole), ("text-part", whole)):
+            code, _, error = command(*words, copied / "x")
+            if words[0] == "text-part" and name == "preprocessor_config.json":  # no part of it
+                assert code == 0
+            else:
+                assert code == 2 and f"megarl: {whole / name} cannot be read (Permission denied)" in error
+                assert "writing" not in error and names(copied) == ["text", "whole"]
+
+
+def test_a_folder_that_may_not_be_written_to_is_refused_before_anything_is_written(copied):
+    (copied / "here").mkdir()
+    take(copied / "whole", copied / "here" / "old")
+    for folder, words, said in (
+        (copied / "here", (), "cannot be made: "),
+        (copied / "here" / "old", ("--force",), "cannot be written to, so --force does not replace it"),
+    ):
+        target = copied / "here" / ("old" if words else "x")
+        folder.chmod(0o555)
+        with without_privileges():
+            code, _, error = command("text-part", copied / "whole", target, *words)
+        folder.chmod(0o755)
+        assert code == 2 and f"megarl: {target} {said}" in error and "writing" not in error
+        assert names(copied / "here") == ["old"]
+    assert len(names(copied / "here" / "old")) > 3
 
 
 def test_no_room_is_said_before_anything_is_written(copied, monkeypatch):

@@ -13,6 +13,7 @@ from megarl.core.errors import UserError
 from megarl.data.chat import load_tokenizer
 from megarl.models.hf_beside import copy_beside, files_beside
 from megarl.models.hf_config import load_model_config
+from tests.support.privileges import without_privileges
 from tests.support.tiny import write_tiny_model
 
 
@@ -84,4 +85,14 @@ def test_a_link_that_leads_nowhere_is_refused_with_the_config(name: str, folder:
     (folder / name).symlink_to(folder / "nowhere")
     for read in (load_model_config, files_beside):
         with pytest.raises(UserError, match=rf"{name} is a link that leads nowhere"):
+            read(folder)
+
+
+def test_a_file_that_may_not_be_read_is_refused_with_the_config(folder: Path) -> None:
+    (folder / "tokenizer.json").chmod(0)
+    for read in (load_model_config, files_beside):
+        with (
+            without_privileges(),
+            pytest.raises(UserError, match=r"tokenizer\.json cannot be read \(Permission denied\)"),
+        ):
             read(folder)
