@@ -27,7 +27,7 @@ from megarl.convert.text_config import text_config
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
-from megarl.models.hf_beside import TEMPLATES, TOKENIZER_CONFIG, check_readable, copy_beside, files_beside
+from megarl.models.hf_beside import TOKENIZER_CONFIG, check_readable, copy_beside, files_beside
 from megarl.models.hf_config import load_model_config, parse_model_config
 from megarl.models.hf_fields import Fields, shown
 from megarl.models.hf_files import (
@@ -49,7 +49,8 @@ from megarl.models.rules import expected_tensors
 
 CONFIG = "config.json"
 # Weights in other forms, which stay as they were trained before, and code of strangers.
-LEFT = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".py")
+FORMS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+CODE = (".py", ".pyc")
 # What says nothing of the weights: the end of responses, and what pads.
 BESIDE = ("eos_token_ids", "pad_token_id")
 
@@ -115,20 +116,22 @@ def into_multimodal(text: Path, source: Path, target: Path, *, force: bool, cons
     """
     whole = _read_whole(source)
     replaced = _replacements(text, whole)
-    others = [path for path in sorted([*source.iterdir(), *(source / TEMPLATES).glob("*.jinja")]) if _is_kept(path)]
+    others, left = _beside_weights(whole)
     for path in others:
         check_readable(path)
-    num_bytes = sum(file.stat().st_size for file in whole.files)
+    if left:
+        console.print(f"not copied, as weights in other forms or code: {some(left)}", highlight=False, soft_wrap=True)
+    num_bytes = sum(file.stat().st_size for file in (*whole.files, *others))
     with _writing("into-multimodal", target, num_bytes, (text, source), force, console) as (output, wrote):
         for file in whole.files:
             place = output.content / file.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)
             write_replaced(file, place, replaced, wrote)
         for path in others:
-            if path.is_file():
-                place = output.content / path.relative_to(source)
-                place.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, place)
+            place = output.content / path.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, place)
+            wrote(place.stat().st_size)
         written = folder_bytes(output.content)
         output.commit()
     return Outcome(followed(target), written, 0, ())
@@ -231,12 +234,27 @@ def _template_as_text(folder: Path) -> None:
         place.write_text(template, encoding="utf-8")
 
 
-def _is_kept(path: Path) -> bool:
-    """Whether a file of a multimodal folder stays with weights that were trained further."""
-    name = path.name
-    if name.startswith(".") or name.endswith(LEFT):
-        return False
-    return name == INDEX or not name.endswith(".index.json")
+def _beside_weights(whole: Whole) -> tuple[list[Path], list[str]]:
+    """Files that stay with weights that were trained further; and names of what does not. What is hidden is passed over.
+
+    Folders go with them (templates, a second tokenizer, pictures of the card), but for those that hold the model once more.
+    """
+    kept, left, weights = list[Path](), list[str](), set(whole.files)
+    for path in sorted(whole.folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        within = sorted(path.rglob("*")) if path.is_dir() else [path]
+        if path.is_dir() and any(each.name.endswith(FORMS) and each not in weights for each in within):
+            left.append(f"{path.name}/")
+            continue
+        for each in within:
+            if each in weights or each.is_dir():
+                continue
+            if each.name.endswith((*FORMS, *CODE)) or (each.name.endswith(".index.json") and each.name != INDEX):
+                left.append(str(each.relative_to(whole.folder)))
+            elif not any(part.startswith(".") for part in each.relative_to(whole.folder).parts):
+                kept.append(each)
+    return kept, left
 
 
 def _num_bytes(info: TensorInfo) -> int:

@@ -245,6 +245,33 @@ def test_what_lies_beside_the_weights(copied):
     assert "chat_template.jinja" not in names(copied / "back")
 
 
+def test_folders_beside_the_weights_go_with_them_but_for_the_model_in_other_forms(copied):
+    whole = copied / "whole"
+    kept = {
+        "additional_chat_templates/tools.jinja": "x",
+        "decoder_tokenizer/tokenizer.json": "{}",  # where a processor has a second tokenizer, transformers looks for it here
+        "assets/deep/picture.svg": "<svg/>",
+        "custom_generate/requirements.txt": "torch",
+    }
+    left = ("original/consolidated.00.pth", "original/params.json", "onnx/deep/model.onnx", "onnx/config.json")
+    left += ("custom_generate/generate.py", ".cache/x.json", "assets/.hidden")
+    for name, text in {**kept, **dict.fromkeys(left, "x")}.items():
+        (whole / name).parent.mkdir(parents=True, exist_ok=True)
+        (whole / name).write_text(text)
+    (whole / "tokenizer.model").symlink_to(copied / "nowhere")
+    words = ("into-multimodal", copied / "text", whole, copied / "back")
+    code, _, error = command(*words)
+    assert code == 2 and "whole/tokenizer.model is a link that leads nowhere" in error
+    (whole / "tokenizer.model").unlink()
+    code, _, error = command(*words)
+    assert code == 0
+    assert "not copied, as weights in other forms or code: custom_generate/generate.py, onnx/, original/" in error
+    files = {str(path.relative_to(copied / "back")) for path in (copied / "back").rglob("*") if path.is_file()}
+    beside = {str(path.relative_to(whole)) for path in whole.iterdir() if path.is_file()}
+    assert files == {*beside, *kept}
+    assert {name: (copied / "back" / name).read_text() for name in kept} == kept
+
+
 def test_command(llava, tmp_path):
     code, out, _ = command("text-part", llava / "whole", tmp_path / "text", "--json")
     assert code == 0 and json.loads(out)["target"] == str(tmp_path / "text")
