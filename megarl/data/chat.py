@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from inspect import signature
@@ -262,24 +262,23 @@ def apply_template(
                 f"message {number}: there is no role {role!r}.{hint} Roles are {', '.join(ROLES)}, and those "
                 "that the model's chat template names."
             )
+    shown = partial(tokenizer.apply_chat_template, tokenize=False, tools=list(tools) or None)
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=generation_prompt, tools=list(tools) or None
-        )
+        text = str(shown(list(messages), add_generation_prompt=generation_prompt))
     except Exception as error:  # a template is code of the model's authors
         roles = ", ".join(str(message["role"]) for message in messages)
         raise TemplateRefusalError(
             f"the model's chat template refuses these messages ({error}); their roles are {roles}."
         ) from error
-    if not (generation_prompt or closed) and str(text).endswith(closing := _closing(tokenizer, str(text))):
-        return str(text).removesuffix(closing)
-    return str(text)
+    if generation_prompt or closed:
+        return text
+    return text.removesuffix(_closing(tokenizer, text, messages, shown))
 
 
-def _closing(tokenizer: Tokenizer, text: str) -> str:
+def _closing(tokenizer: Tokenizer, text: str, messages: Sequence[Message], shown: Callable[..., Any]) -> str:
     """The end token, where the template of a text that ends with it puts it behind a user's message as well; else empty.
 
-    Empty, too, where no other special token ends the turn.
+    Empty, too, where no other special token ends the turn. messages: the text's. shown: renders messages.
     """
     end = str(tokenizer.eos_token or "")
     if not end or not text.endswith(end):
@@ -287,15 +286,14 @@ def _closing(tokenizer: Tokenizer, text: str) -> str:
     said = text.removesuffix(end).rstrip()
     if not any(token.special and said.endswith(token.content) for token in tokenizer.added_tokens_decoder.values()):
         return ""
-    asked = [{"role": "user", "content": "1+1"}]
-    try:
-        closed, opened = (
-            str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=each))
-            for each in (False, True)
-        )
-    except Exception:  # a template that refuses a user's message alone closes no conversation that it would begin so
-        return ""
-    return "" if opened.startswith(closed) or not opened.startswith(closed.removesuffix(end)) else end
+    last = max((at for at, each in enumerate(messages, 1) if each["role"] != "assistant"), default=0)
+    for asked in ([{"role": "user", "content": "1+1"}], list(messages[:last])):
+        try:
+            closed, opened = (str(shown(asked, add_generation_prompt=each)) for each in (False, True))
+        except Exception:  # as templates do that want a system message: what these messages begin with, has one
+            continue
+        return "" if opened.startswith(closed) or not opened.startswith(closed.removesuffix(end)) else end
+    return ""
 
 
 def turn_mark(tokenizer: Tokenizer) -> str:

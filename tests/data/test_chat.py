@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megarl.agents.template import ChatTemplate
-from megarl.core.errors import UserError
+from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.data.chat import (
     apply_template,
     check_messages,
@@ -220,6 +220,29 @@ def test_what_closes_a_whole_conversation_is_no_part_of_a_turn() -> None:
     assert apply_template(tokenizer, talk, generation_prompt=False) == "1+12<s>"
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
     assert apply_template(tokenizer, talk, generation_prompt=False) == "1+1<s>2<s>"
+
+
+def test_what_closes_a_conversation_is_known_where_the_template_wants_a_system_message_or_tools() -> None:
+    """It refuses a user's message alone, from which the closing is learned otherwise."""
+    marks = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + m['content'] + '<|im_end|>' }}{% endfor %}"
+    ends = "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% else %}{{ eos_token }}{% endif %}"
+    wants = "{% if messages[0]['role'] != 'system' or not tools %}{{ raise_exception('who am I?') }}{% endif %}"
+    tokenizer = make_tokenizer(chat_template=wants + marks + ends)
+    tokenizer.eos_token = "<s>"
+    talk = [{"role": "system", "content": "you"}, {"role": "user", "content": "1+1"}]
+    answers = [{"role": "assistant", "content": "2"}, {"role": "assistant", "content": "3"}]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    begun = "<|im_start|>systemyou<|im_end|><|im_start|>user1+1<|im_end|>"
+    said = begun + "<|im_start|>assistant2<|im_end|>"
+    for messages, text in (
+        (talk, begun),
+        ([*talk, answers[0]], said),
+        ([*talk, *answers], said + "<|im_start|>assistant3<|im_end|>"),
+    ):
+        assert apply_template(tokenizer, messages, generation_prompt=False, tools=tools) == text
+        assert apply_template(tokenizer, messages, generation_prompt=False, tools=tools, closed=True) == f"{text}<s>"
+    with pytest.raises(TemplateRefusalError, match=r"who am I\?"):
+        apply_template(tokenizer, talk[1:], generation_prompt=False, tools=tools)
 
 
 def test_a_role_that_nobody_knows_is_refused_and_one_that_the_template_names_is_not() -> None:

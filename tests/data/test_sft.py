@@ -97,6 +97,19 @@ def test_where_no_token_ends_a_turn_all_of_an_answer_is_learned() -> None:
     assert trained == answer
 
 
+def test_a_chat_is_learned_where_the_template_closes_it_and_wants_a_system_message() -> None:
+    ends = "{% if add_generation_prompt %}{{ '<|im_start|>assistant ' }}{% else %}{{ eos_token }}{% endif %}"
+    wants = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('who am I?') }}{% endif %}"
+    marks = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + ' ' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    tokenizer = make_tokenizer(chat_template=wants + marks + ends)
+    tokenizer.eos_token = "<s>"
+    chat = [{"role": "system", "content": "you"}, USER, ASSISTANT, USER, ASSISTANT]
+    whole, trained = spoken(tokenizer, demonstrate(tokenizer, {"messages": chat}))
+    turns = f"<|im_start|>user {USER['content']}<|im_end|><|im_start|>assistant {ASSISTANT['content']}<|im_end|>"
+    assert whole == f"<|im_start|>system you<|im_end|>{turns * 2}"
+    assert trained == f"{ASSISTANT['content']}<|im_end|>" * 2
+
+
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 CALLING = (
     "{% for tool in tools or [] %}[{{ tool['function']['name'] }}]{% endfor %}"
