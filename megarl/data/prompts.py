@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from megarl.data.chat import (
     turn_mark,
 )
 from megarl.data.digests import TEMPLATE, Digester
+from megarl.data.heard import Hearing
 from megarl.data.rows import Row, json_type, read_rows
 from megarl.recipe.schema import PROMPT_PLACE, Data
 
@@ -308,17 +310,20 @@ def _tokenised(
             "assistant's turn: all of it would be rendered again, within a message of the user. Leave out what the chat template "
             "writes."
         )
-    rows = (parse_row(row, data, answered=answered) for row in read_rows(path))
+    rows, hearing = (parse_row(row, data, answered=answered) for row in read_rows(path)), Hearing()
     while batch := list(islice(rows, ROWS_PER_BATCH)):
         for parsed in batch:
             said = parsed.row.get(data.prompt_key, "")
             if isinstance(said, str):
                 check_unrendered(said, mark, parsed.row)
-        texts = [_text(parsed, tokenizer, templated) for parsed in batch]
+        texts = [_text(parsed, tokenizer, templated, hearing) for parsed in batch]
         yield from zip(batch, encode(tokenizer, texts, special_tokens=not templated), texts, strict=True)
 
 
-def _text(parsed: PromptRow, tokenizer: Tokenizer, templated: bool) -> str:
+def _text(parsed: PromptRow, tokenizer: Tokenizer, templated: bool, hearing: Hearing) -> str:
     if isinstance(parsed.prompt, str) and not templated:
         return parsed.prompt
-    return render(tokenizer, parsed.messages, parsed.row, generation_prompt=True)
+    shown = partial(render, tokenizer, row=parsed.row, generation_prompt=True)
+    text = shown(parsed.messages)
+    hearing.check(text, parsed.messages, shown, parsed.row)
+    return text

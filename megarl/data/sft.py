@@ -32,9 +32,11 @@ from megarl.data.chat import (
     render,
     row_tools,
     special_ids,
+    turn_end,
     turn_mark,
 )
 from megarl.data.digests import TEMPLATE
+from megarl.data.heard import Hearing
 from megarl.data.row_set import RowSet, count_rows, load_rows
 from megarl.data.rows import Row, json_type
 from megarl.recipe.supervised import SftData
@@ -249,17 +251,19 @@ def tokenise(exchanges: Sequence[Exchange], tokenizer: Tokenizer) -> list[Demons
     for each in exchanges:
         if isinstance(each.prompt, str):
             check_unrendered(each.prompt, mark, each.row)
-    cut = [_pieces(each, tokenizer) for each in exchanges]
+    hearing = Hearing()
+    cut = [_pieces(each, tokenizer, hearing) for each in exchanges]
     pieces = [(index, piece) for index, each in enumerate(cut) for piece in each]
     ids: list[list[TokenArray]] = [[] for _ in exchanges]
     masks: list[list[NDArray[np.uint8]]] = [[] for _ in exchanges]
     special, behind = sorted(special_ids(tokenizer)), behind_turn(tokenizer)
     if behind is not None and not np.isin(behind, special).any():
         special = []  # no such token ends a turn: those that are there are the assistant's words
+    end = turn_end(tokenizer) if special else None
     for (index, piece), tokens in zip(pieces, _encode_pieces(cut, tokenizer), strict=True):
         mask = np.zeros(len(tokens), np.uint8)
         if piece.trained:
-            mask[: _turn_length(tokens, special)] = 1
+            mask[: _turn_length(tokens, special, end)] = 1
         ids[index].append(tokens)
         masks[index].append(mask)
     return [_join(each.row, its_ids, its) for each, its_ids, its in zip(exchanges, ids, masks, strict=True)]
@@ -290,7 +294,7 @@ def _encode_pieces(exchanges: Sequence[Sequence[Piece]], tokenizer: Tokenizer) -
             yield np.append(tokens, np.int32(tokenizer.eos_token_id)) if piece.append_eos else tokens
 
 
-def _pieces(exchange: Exchange, tokenizer: Tokenizer) -> list[Piece]:
+def _pieces(exchange: Exchange, tokenizer: Tokenizer, hearing: Hearing) -> list[Piece]:
     """The exchange's text, cut where the assistant begins and ends to speak."""
     row, prompt, response = exchange.row, exchange.prompt, exchange.response
     # Only a template can render tools and reasoning: without one, such rows are refused below.
@@ -300,9 +304,16 @@ def _pieces(exchange: Exchange, tokenizer: Tokenizer) -> list[Piece]:
             raise UserError(f"{row.where}: the model's tokenizer has no end-of-sequence token, which ends a response.")
         return [Piece(prompt, special_tokens=True), Piece(response["content"], trained=True, append_eos=True)]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if response is None:
-        return _turns(exchange, messages, tokenizer, first=1)
-    return _turns(exchange, [*messages, response], tokenizer, first=len(messages))
+    first = 1 if response is None else len(messages)
+    messages = messages if response is None else [*messages, response]
+    pieces = _turns(exchange, messages, tokenizer, first=first)
+    text = "".join(piece.text for piece in pieces)
+    learned = {index for index in range(first, len(messages)) if messages[index]["role"] == "assistant"}
+    shown = partial(render, tokenizer, row=row, generation_prompt=False)
+    hearing.check(text, messages, partial(shown, tools=exchange.tools), row, learned=learned)
+    if exchange.tools:
+        hearing.check_tools(text, partial(shown, messages), row)
+    return pieces
 
 
 def _is_text(message: Message | None) -> bool:
@@ -335,7 +346,12 @@ def _turns(exchange: Exchange, messages: list[Message], tokenizer: Tokenizer, *,
     return pieces
 
 
-def _turn_length(tokens: TokenArray, special: Sequence[int]) -> int:
-    """Tokens of an assistant's turn up to its end-of-turn token; what a template adds after that is not generated."""
-    found = np.flatnonzero(np.isin(tokens, special))
+def _turn_length(tokens: TokenArray, special: Sequence[int], end: int | None) -> int:
+    """Tokens of an assistant's turn up to its end-of-turn token; what a template adds after that is not generated.
+
+    end: what ends the last turn of a chat; an earlier one may end with another special token, as gpt-oss' do.
+    """
+    found = np.flatnonzero(tokens == end)
+    if not len(found):
+        found = np.flatnonzero(np.isin(tokens, special))
     return int(found[-1]) + 1 if len(found) else len(tokens)

@@ -50,6 +50,16 @@ def test_a_prompt_that_is_rendered_already_is_not_rendered_again(chat_tokenizer:
     assert spoken(plain_tokenizer, demonstrate(plain_tokenizer, row))[0] == f"<s>{row['prompt']}two<|im_end|>"
 
 
+def test_what_a_template_opens_behind_each_turn_is_not_learned() -> None:
+    """Some pass over add_generation_prompt; or end a conversation that the assistant ends, as InternLM 2's."""
+    opens = CHAT_TEMPLATE.partition("{% if add_generation_prompt %}")[0] + "{{ '<|im_start|>assistant\n' }}"
+    closes = CHAT_TEMPLATE + "{% if messages[-1]['role'] == 'assistant' %}{{ '<s>' }}{% endif %}"
+    for template in (opens, closes):
+        tokenizer = make_tokenizer(chat_template=template)
+        tokenizer.eos_token = "<s>"
+        assert spoken(tokenizer, demonstrate(tokenizer, {"prompt": "1+1?", "response": "two"}))[1] == "two<|im_end|>"
+
+
 def test_the_prompts_tokens_are_those_that_generation_begins_with(tmp_path: Path, chat_tokenizer: Any) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "1+1?", "answer": "2"}')
