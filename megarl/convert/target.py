@@ -52,10 +52,13 @@ def followed(path: Path) -> Path:
 
 
 def apart(target: Path, *sources: Path) -> None:
-    """Raise UserError where a target, as `followed` gives it, is one of the folders that are read, or has it within."""
+    """Raise UserError where a target, as `followed` gives it, is one of the folders that are read, or holds it or its files."""
     for each in (source.resolve() for source in sources):
         if each == target or target in each.parents:
             raise UserError(f"{target} {'is' if each == target else 'holds'} the source, {each}. Name another folder.")
+        linked = (path for path in sorted(each.rglob("*")) if path.is_symlink() and target in path.resolve().parents)
+        if (link := next(linked, None)) is not None:
+            raise UserError(f"{target} holds what {link} leads to, a part of the source. Name another folder.")
 
 
 def check_target(path: Path, needed_bytes: int, *, force: bool) -> None:

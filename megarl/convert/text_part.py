@@ -48,6 +48,8 @@ from megarl.models.multimodal import Multimodal, read_multimodal
 from megarl.models.rules import expected_tensors
 
 CONFIG = "config.json"
+# Where processors keep a chat template, in the order in which transformers takes them.
+PROCESSOR_TEMPLATES = ("chat_template.json", "processor_config.json")
 # Weights in other forms, which stay as they were trained before, and code of strangers.
 FORMS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 CODE = (".py", ".pyc")
@@ -102,7 +104,7 @@ def text_part(source: Path, target: Path, *, force: bool, console: Console) -> O
             (output.content / INDEX).write_text(json.dumps(said, indent=1))
         (output.content / CONFIG).write_text(json.dumps(whole.raw, indent=2) + "\n")
         copy_beside(source, output.content)
-        _template_as_text(output.content)
+        _template_as_text(source, output.content)
         written = folder_bytes(output.content)
         output.commit()
     return Outcome(followed(target), written, 0, ())
@@ -222,16 +224,19 @@ def _writing(
         progress.done()
 
 
-def _template_as_text(folder: Path) -> None:
+def _template_as_text(source: Path, folder: Path) -> None:
     """Give the tokenizer the chat template that only a processor reads, where it has none of its own."""
-    only, place, config = folder / "chat_template.json", folder / "chat_template.jinja", folder / TOKENIZER_CONFIG
-    if not only.exists() or place.exists():
+    place, config = folder / "chat_template.jinja", folder / TOKENIZER_CONFIG
+    if place.exists():
         return
     if config.exists() and read_object(config, "Save the tokenizer again.").get("chat_template") is not None:
         return
-    template = read_object(only, "Save the processor again.").get("chat_template")
-    if isinstance(template, str):
-        place.write_text(template, encoding="utf-8")
+    for name in PROCESSOR_TEMPLATES:
+        if (source / name).exists():
+            template = read_object(source / name, "Save the processor again.").get("chat_template")
+            if isinstance(template, str):
+                place.write_text(template, encoding="utf-8")
+                return
 
 
 def _beside_weights(whole: Whole) -> tuple[list[Path], list[str]]:

@@ -7,7 +7,7 @@ from typing import TypeVar
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.core.platform import Platform
-from megarl.data.chat import Tokenizer, load_tokenizer, turn_end
+from megarl.data.chat import Tokenizer, behind_turn, load_tokenizer, turn_end
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import load_model_config
 from megarl.models.lora_settings import LoraSettings, adaptable
@@ -131,6 +131,11 @@ def _end_notes(recipe: AnyRecipe, model: ModelConfig, tokenizer: Tokenizer) -> t
     ends = [*model.eos_token_ids, *(more if isinstance(more, list) else [more]), tokenizer.eos_token_id]
     end = turn_end(tokenizer)
     token = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
+    if end is None and not isinstance(recipe, Recipe) and behind_turn(tokenizer) is not None:
+        return (
+            f"the chat template of {folder} puts no special token behind the assistant's last turn: rows teach the model no end "
+            "of its turns",
+        )
     if end is None or end in ends or token in (*stop, END_OF_MESSAGE):
         return ()
     return (

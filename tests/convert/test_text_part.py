@@ -245,6 +245,17 @@ def test_what_lies_beside_the_weights(copied):
     assert "chat_template.jinja" not in names(copied / "back")
 
 
+def test_a_template_in_a_processors_config_goes_with_the_text_where_there_is_no_other(copied):
+    whole = copied / "whole"
+    (whole / "chat_template.jinja").unlink()
+    (whole / "processor_config.json").write_text('{"chat_template": "{{ messages }}", "image_token": "<image>"}')
+    take(whole, copied / "again")
+    assert (copied / "again" / "chat_template.jinja").read_text() == "{{ messages }}"
+    (whole / "chat_template.json").write_text('{"chat_template": "{{ messages[0] }}"}')
+    take(whole, copied / "newer")
+    assert (copied / "newer" / "chat_template.jinja").read_text() == "{{ messages[0] }}"
+
+
 def test_folders_beside_the_weights_go_with_them_but_for_the_model_in_other_forms(copied):
     whole = copied / "whole"
     kept = {
@@ -352,6 +363,13 @@ def test_targets_that_are_refused(copied):
     with pytest.raises(UserError, match=r"nowhere does not exist\. Name the HF folder of a multimodal model"):
         take(copied / "nowhere", copied / "x")
     assert names(copied) == ["text", "whole"]
+    view = copied / "view"  # as the hub's cache is one
+    view.mkdir()
+    for path in (copied / "whole").iterdir():
+        (view / path.name).symlink_to(path)
+    with pytest.raises(UserError, match=r"whole holds what .*view/.* leads to, a part of the source"):
+        take(view, copied / "whole", force=True)
+    assert "model.safetensors" in names(copied / "whole")
 
 
 def test_a_broken_file_leaves_nothing(copied, monkeypatch):

@@ -193,6 +193,9 @@ def test_supervised_runs(place: Place) -> None:
     template.write_text(kept.replace("<|im_end|>", "<|pad|>"))
     [note] = preflight_supervised(load_recipe(place.recipe, [], SftRecipe).recipe).notes
     assert "<|pad|>, which ends no response" in note and "rollout.stop" not in note
+    template.write_text(kept.replace("<|im_end|>", ""))
+    [note] = preflight_supervised(load_recipe(place.recipe, [], SftRecipe).recipe).notes
+    assert "puts no special token behind the assistant's last turn: rows teach the model no end" in note
     template.write_text(kept)
     found = preflight_supervised(load_recipe(place.recipe, ["train.batch_samples=6"], SftRecipe).recipe)
     assert found.lines()[-1].startswith("train.batch_samples 6 is more than the 4 usable rows")
