@@ -36,6 +36,7 @@ from tests.support.tiny import LLAMA3, longrope, write_tiny_model
 BOUND = 1e-4  # nats
 LENGTHS = (2, 11, 60)
 VOCABULARY = 100
+GROWING = {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4}  # at work within LENGTHS
 SPARSE: dict[str, Any] = {"mlp_only_layers": []}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}
@@ -90,6 +91,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             **HEADS,
             "other layers": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
             "scale of queries": {"query_pre_attn_scalar": 168},
+        },
+    ),
+    "ministral3": (
+        {},
+        {
+            **HEADS,
+            **{kind: {"rope_parameters": each["rope_parameters"] | GROWING} for kind, each in SCALED.items()},
+            "RoPE not scaled": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | GROWING},
+            "first context at the top": {"rope_parameters": YARN | GROWING, "original_max_position_embeddings": 16},
+            "queries that do not grow": {"rope_parameters": YARN | GROWING | {"llama_4_scaling_beta": 0.0}},
+            "another scale of RoPE": {"rope_parameters": YARN | GROWING | {"mscale": 0.5, "mscale_all_dim": 1.0}},
+            "attention scaled": {"rope_parameters": YARN | GROWING | {"attention_factor": 1.7}},
+            "wide heads": {"head_dim": 32},
         },
     ),
     "qwen3_moe": (SPARSE, {**HEADS, **SCALED, "weights not normalized": {"norm_topk_prob": False}}),

@@ -18,6 +18,7 @@ class Rope:
     beta_fast, beta_slow, mscale, truncate: yarn's. mscale_all_dim: yarn's, and of latent attention whatever scales it.
     attention_factor: yarn's scale of cos and sin, where it is not left to the formula.
     short_factors: longrope's divisors of each frequency, for sequences of at most original_positions tokens.
+    position_beta: by how much queries grow from one original_positions to the next (Llama 4; `rope.position_scale`); 0 is not.
     """
 
     theta: float
@@ -33,6 +34,7 @@ class Rope:
     attention_factor: float | None = None
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
+    position_beta: float = 0.0
 
 
 @dataclass(frozen=True)

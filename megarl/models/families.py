@@ -60,6 +60,7 @@ class Family:
     model_types: what `model_type` may be, by which transformers chooses the model; the first is transformers' own.
     qkv_bias, qk_norm: a key that says, or the answer where there is none; qkv_bias_unsaid: what a key says that is not there.
     rotary_share: which part of a head RoPE turns where no key says; None: all of it, and no key may say otherwise.
+    position_scale: queries grow with their position, as the object that describes the scaling says (Rope).
     longrope: transformers scales its positions by LongRoPE and in no other way. interleaved: it turns neighbours.
     rope_unsaid: the object that describes the scaling, where no key does. head_dim: where no key says; None: the hidden size
     over the heads.
@@ -79,6 +80,7 @@ class Family:
     qkv_bias_unsaid: bool = False
     qk_norm: bool | str = False
     rotary_share: float | None = None
+    position_scale: bool = False
     longrope: bool = False
     head_dim: int | None = None
     interleaved: bool = False
@@ -196,6 +198,27 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "LlamaForCausalLM": Family("llama", ("llama",)),
         "MistralForCausalLM": Family("mistral", ("mistral",), window="all", window_default=4096),
+        "Ministral3ForCausalLM": Family(
+            "ministral3",
+            ("ministral3",),
+            rope_unsaid=MappingProxyType(
+                {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e6,
+                    "factor": 16.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "original_max_position_embeddings": 16384,
+                    "llama_4_scaling_beta": 0.1,
+                }
+            ),
+            position_scale=True,
+            head_dim=128,
+            window="all",
+            pad=11,
+        ),
         "Phi3ForCausalLM": Family(
             "phi3", ("phi3",), rotary_share=1.0, longrope=True, window="all", pad=32000, only=_PHI3_ONLY
         ),

@@ -20,7 +20,7 @@ from megarl.models.config import ModelConfig
 from megarl.models.heads import ScalarHead
 from megarl.models.layer_spec import set_latent_eps, stage_spec, uses_transformer_engine
 from megarl.models.rope import logit_factor, magnitude
-from megarl.models.rotary import make_rotary, scales_queries, scales_rotation
+from megarl.models.rotary import make_rotary, scale_by_position, scales_queries, scales_rotation
 
 Recompute = Literal["none", "selective", "full"]
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "swiglu_clamped": quick_gelu}
@@ -226,7 +226,7 @@ def build_gpt(
 
 
 def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection, platform: Platform) -> None:
-    """Put our rotary positions, the epsilon of latents, and the scale of embeddings, into a model that Megatron made."""
+    """Put our rotary positions, the epsilon of latents, and scales that Megatron knows not, into a model that it made."""
     rotary = make_rotary(config, groups.cp, platform.device)
     if config.mla is None:
         chunk.rotary_pos_emb = rotary
@@ -234,6 +234,10 @@ def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection
         for layer in chunk.decoder.layers:
             layer.self_attention.rotary_pos_emb = rotary
             set_latent_eps(layer.self_attention)
+    if config.rope.position_beta:
+        for layer in chunk.decoder.layers:
+            scale = partial(scale_by_position, config.rope, groups.cp)
+            layer.self_attention.core_attention.register_forward_pre_hook(scale, with_kwargs=True)
     if config.head == "score" and chunk.post_process:
         chunk.output_layer = ScalarHead(chunk.config, groups).to(platform.device)
     if config.embedding_scale != 1.0 and chunk.pre_process:

@@ -7,6 +7,7 @@ transformers 5 writes `rope_parameters`, one object or one for each kind of laye
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from megarl.core.errors import UserError
@@ -20,6 +21,7 @@ LONGROPE_KINDS: tuple[Kind, ...] = ("default", "longrope")  # of a family that t
 SHARE = "partial_rotary_factor"
 LAYER_KINDS = ("full_attention", "sliding_attention")
 LOCAL_THETA = 10000.0  # Gemma 3's, where no key says
+BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 
 
 def read_ropes(fields: Fields, family: Family, rotary_dim: int | None) -> tuple[Rope, Rope | None]:
@@ -33,7 +35,8 @@ def read_ropes(fields: Fields, family: Family, rotary_dim: int | None) -> tuple[
         return read_global_rope(fields, family.theta)
     longrope = rotary_dim if family.longrope else None
     partial = rotary_dim is not None
-    return read_rope(fields, family.theta, partial=partial, longrope=longrope, unsaid=family.rope_unsaid), None
+    rope = read_rope(fields, family.theta, partial=partial, longrope=longrope, unsaid=family.rope_unsaid)
+    return _by_position(fields, family.rope_unsaid, rope) if family.position_scale else rope, None
 
 
 def read_rope(
@@ -49,10 +52,7 @@ def read_rope(
     longrope: elements of a head that are rotated, in a family that is scaled by LongRoPE alone. unsaid: how positions are scaled
     where no key says. Raises UserError.
     """
-    part = _described(fields)
-    # An empty rope_scaling says nothing to transformers, and an empty rope_parameters that nothing is scaled.
-    if unsaid is not None and not fields.get("rope_scaling") and fields.get("rope_parameters") is None:
-        part = Fields(unsaid, fields.path)
+    part = _described(fields, unsaid)
     rope = _rope(fields, part, fields.get("rope_theta", default_theta), partial=partial, longrope=longrope)
     if partial and rope.kind == "yarn":  # whose factor would be that of the rotated part alone
         raise UserError(
@@ -79,8 +79,31 @@ def read_rotary_dim(fields: Fields, head_dim: int, default: float) -> int:
     return width
 
 
-def _described(fields: Fields) -> Fields:
-    """The object that describes the scaling. Where somebody has put one beside the other, transformers hears the older."""
+def _by_position(fields: Fields, unsaid: Mapping[str, Any] | None, rope: Rope) -> Rope:
+    """The same of a family whose queries grow with their position. Raises UserError where what says by how much is missing."""
+    part = _described(fields, unsaid)
+    if (beta := part.optional_number(BETA)) is None:
+        part.refuse(
+            BETA, None, "a number from 0 is wanted in rope_parameters, without which transformers does not compute"
+        )
+    original = rope.original_positions or part.count(ORIGINAL)
+    if (
+        fields.get(ORIGINAL, original) != original
+    ):  # of RoPE that has no use for it, transformers reads that of the object
+        fields.refuse(
+            ORIGINAL, fields.get(ORIGINAL), f"{original}, as in rope_parameters, or none is wanted beside them"
+        )
+    return replace(rope, original_positions=original, position_beta=beta)
+
+
+def _described(fields: Fields, unsaid: Mapping[str, Any] | None = None) -> Fields:
+    """The object that describes the scaling. Where somebody has put one beside the other, transformers hears the older.
+
+    unsaid: where there is none. An empty rope_scaling says nothing to transformers, and an empty rope_parameters that nothing
+    is scaled.
+    """
+    if unsaid is not None and not fields.get("rope_scaling") and fields.get("rope_parameters") is None:
+        return Fields(unsaid, fields.path)
     part = fields.part("rope_scaling")
     return part if part.raw else fields.part("rope_parameters")
 

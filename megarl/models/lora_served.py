@@ -13,7 +13,7 @@ from megarl.models.rules import rules
 ADAPTER = "policy"
 ATTENTION = ("linear_qkv", "linear_proj")
 # Families whose adapters SGLang 0.5.21 was seen to serve as transformers computes them merged.
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral")
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "ministral3", "mixtral")
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,14 @@ def logit_factor(rope: Rope) -> float:
     return attention_factor(rope) ** 2
 
 
+def position_scale(rope: Rope, positions: Tensor) -> Tensor:
+    """What queries at these positions are multiplied by, float32: 1 + beta ln(1 + floor(position / original context)).
+
+    As in Llama 4, whose own models have it in some layers: logits of a longer context are sharper. positions: any shape.
+    """
+    return 1 + rope.position_beta * torch.log1p(positions // rope.original_positions)
+
+
 def magnitude(factor: float, weight: float = 1.0) -> float:
     """Yarn's 0.1 weight ln(factor) + 1; 1 where nothing is stretched."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

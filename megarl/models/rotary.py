@@ -10,7 +10,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 
 from megarl.models.config import ModelConfig, Rope
-from megarl.models.rope import attention_factor, inverse_frequencies, logit_factor
+from megarl.models.rope import attention_factor, inverse_frequencies, logit_factor, position_scale
 
 
 class Rotary(RotaryEmbedding):  # type: ignore[misc]
@@ -100,3 +100,36 @@ def make_rotary(config: ModelConfig, cp_group: Any, device: str) -> Rotary:
         return Rotary(tables, cp_group, device, interleaved=config.interleaved_rope)
     make = ScaledRotary if scales_rotation(config) else Rotary
     return make(tables, cp_group, device, attention_factor(config.rope))
+
+
+def scale_by_position(
+    rope: Rope, cp_group: Any, attention: torch.nn.Module, given: tuple[Tensor, ...], options: dict[str, Any]
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Before a core attention, whichever it is: its queries, multiplied by what their positions ask for.
+
+    given: query [t, heads, d] of packed sequences, or [s, b, heads, d], this context rank's part; and the rest.
+    """
+    query, *others = given
+    params = options.get("packed_seq_params")
+    if params is None:
+        bounds = torch.tensor([0, len(query) * cp_group.size()], device=query.device)
+    else:
+        bounds = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    scale = position_scale(rope, held_positions(len(query), bounds, cp_group)).to(query.dtype)
+    return (query * scale.view(-1, *[1] * (query.dim() - 1)), *others), options
+
+
+def held_positions(count: int, bounds: Tensor, cp_group: Any) -> Tensor:
+    """[count] position of each token that this context rank holds, within its own sequence; behind the sequences, any.
+
+    bounds: [S + 1], of the whole sequences. Of each, cut in 2 x CP chunks, rank r holds chunks r and 2 x CP - 1 - r.
+    """
+    cp, rank = cp_group.size(), cp_group.rank()
+    starts = bounds // cp
+    places = torch.arange(count, device=bounds.device, dtype=bounds.dtype)
+    sequence = torch.searchsorted(starts, places, right=True) - 1
+    held: Tensor = places - starts[sequence]  # of this rank's tokens of a sequence
+    if cp > 1:
+        chunk = (starts.diff() // 2)[sequence.clamp(max=len(starts) - 2)]
+        held = held + torch.where(held < chunk, rank, 2 * cp - 2 - rank) * chunk
+    return held

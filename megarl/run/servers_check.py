@@ -150,9 +150,10 @@ def check_alone(folder: Path, model: ModelConfig, platform: Platform, dtype: str
 def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: int) -> None:
     """Whether SGLang builds the layers that the model has. longest: tokens of a sample. Raises UserError.
 
-    0.5.21 knows no sliding window in models of Llama's kind (models/qwen2.py, qwen3.py, qwen3_moe.py, mistral.py, mixtral.py, and
-    llama.py for Phi-3): they attend to all tokens. It reads neither mlp_only_layers nor decoder_sparse_step (models/qwen2_moe.py,
-    qwen3_moe.py: every layer is sparse): weights of a dense layer would go nowhere, and experts that nothing fills would answer.
+    0.5.21 knows no sliding window in models of Llama's kind (models/qwen2.py, qwen3.py, qwen3_moe.py, mistral.py, ministral3.py,
+    mixtral.py, and llama.py for Phi-3): they attend to all tokens. It reads neither mlp_only_layers nor decoder_sparse_step
+    (models/qwen2_moe.py, qwen3_moe.py: every layer is sparse): weights of a dense layer would go nowhere, and experts that
+    nothing fills would answer.
     The OWN_HEADS it builds in any case (models/qwen2_moe.py, qwen3_moe.py, mixtral.py, glm4_moe.py, glm4_moe_lite.py,
     gpt_oss.py), and nothing would fill them either; that of Gemma 3 it never loads (gemma3_causal.py). GLM-4.7-Flash it builds
     with experts in all layers behind the first dense ones. Heads of attention of the NO_HEAD_DIM (models/mixtral.py, olmo2.py)

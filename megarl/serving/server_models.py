@@ -19,6 +19,9 @@ MISSING: dict[str, dict[str, object]] = {
     "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "GptOssForCausalLM": {"swiglu_limit": 7.0},
 }
+# By whose first context queries grow: where it is not at the top, SGLang takes 16384 (models/ministral3.py), and transformers
+# that of the RoPE, or the whole context.
+BY_POSITION, ORIGINAL = "Ministral3ForCausalLM", "original_max_position_embeddings"
 # Of whose rotated share of a head SGLang reads the key at the top alone (models/llama.py), and transformers another first.
 ROTATED, SHARE = "Phi3ForCausalLM", "partial_rotary_factor"
 # Whose dense layers transformers 5 names one by one, and SGLang counts (models/glm4_moe_lite.py).
@@ -34,12 +37,14 @@ def missing_settings(model: Path) -> dict[str, object]:
     config = _config(model)
     names = config.get("architectures") or ()
     wanted = {key: value for name in names for key, value in MISSING.get(name, {}).items()}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if BY_POSITION in names and rope:
+        wanted[ORIGINAL] = rope.get(ORIGINAL, config.get("max_position_embeddings"))
     if DENSE_BY_NAME in names:
         kinds = config.get("mlp_layer_types") or ["dense", "sparse"]
         wanted["first_k_dense_replace"] = kinds.index("sparse") if "sparse" in kinds else len(kinds)
     missing = {key: value for key, value in wanted.items() if config.get(key) is None}
     if ROTATED in names:
-        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
         share = rope.get(SHARE, config.get(SHARE, 1.0))
         share = 1.0 if share is None else share
         missing |= {} if share == config.get(SHARE, 1.0) else {SHARE: share}

@@ -30,6 +30,7 @@ IDS = torch.randint(4, 128, (2, 24), generator=torch.Generator().manual_seed(1))
 FAMILIES = {
     "Gemma3ForConditionalGeneration": "gemma3",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Mistral3ForConditionalGeneration ministral3": "ministral3",
     "LlavaForConditionalGeneration": "llama",
     "LlavaNextForConditionalGeneration": "mistral",
     "LlavaOnevisionForConditionalGeneration": "qwen2",

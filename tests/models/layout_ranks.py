@@ -29,6 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"vocab_size": 99}),
     "llama": ("llama", {"num_key_value_heads": 1}),
     "mistral": ("mistral", {"vocab_size": 97}),
+    "ministral3": ("ministral3", {"vocab_size": 97}),
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen2_moe": ("qwen2_moe", {"vocab_size": 97}),
     "phi3": ("phi3", longrope(0.75) | {"tie_word_embeddings": True}),

@@ -50,6 +50,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": LINEAR}),
     ("mistral", {}),
     ("mistral", {"sliding_window": 6}),
+    ("ministral3", {}),
+    ("ministral3", {"tie_word_embeddings": True, "head_dim": 24, "num_key_value_heads": 1, "sliding_window": 6}),
+    ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 1.5}}),
+    ("ministral3", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.1}}),
+    ("ministral3", {"rope_parameters": LINEAR | {"original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.1}}),
     ("qwen3_moe", {}),
     ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1, "decoder_sparse_step": 2}),
     ("qwen2_moe", {}),
@@ -185,7 +190,7 @@ def expected_gradient(theirs: dict[str, Tensor], name: str) -> Tensor | None:
     return gate if kind in ("gate_proj", "w1") else up
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "ministral3", "gemma3"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_activations_give_the_same_gradients(
     family: str, recompute: str, one_rank: Groups, tmp_path: Path
@@ -197,7 +202,7 @@ def test_recomputed_activations_give_the_same_gradients(
     torch.testing.assert_close(again, kept, **OTHER_ORDER)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "ministral3", "gemma3"])
 def test_packed_sequences_know_nothing_of_each_other(
     family: str, one_rank: Groups, bounds: Tolerance, tmp_path: Path
 ) -> None:
@@ -316,6 +321,7 @@ def test_nothing_is_initialised_but_what_is_cut_is_marked(one_rank: Groups, tmp_
         ("qwen3", {}, True),
         ("mistral", {}, True),
         ("mistral", {"sliding_window": 8}, True),
+        ("ministral3", {}, True),
         ("deepseek_v3", {}, True),
         ("deepseek_v3", {"v_head_dim": 40}, False),
         ("gemma3", {}, False),

@@ -33,6 +33,7 @@ CASES = [
     ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     ("llama", {"vocab_size": 97}),
     ("mistral", {}),
+    ("ministral3", {"tie_word_embeddings": True}),
     ("qwen3_moe", {}),
     ("qwen2_moe", {}),
     ("phi3", {"tie_word_embeddings": True}),

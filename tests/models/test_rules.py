@@ -34,6 +34,7 @@ DEEPSEEK = replace(
         ("qwen3", {"head_dim": 32}),
         ("llama", {"tie_word_embeddings": True}),
         ("mistral", {}),
+        ("ministral3", {}),
         ("qwen3_moe", {}),
         ("qwen2_moe", {}),
         ("qwen2_moe", {"qkv_bias": False, "tie_word_embeddings": True}),

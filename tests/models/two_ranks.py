@@ -25,6 +25,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "qwen2": ("qwen2", {}, TP),
     "qwen2-one-head": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1, "vocab_size": 97}, TP),
     "llama": ("llama", {}, TP),
+    "ministral3": ("ministral3", {"num_key_value_heads": 1, "vocab_size": 97}, TP),
     "gemma3": ("gemma3", {}, TP),
     "deepseek_v3-dense": ("deepseek_v3", {"first_k_dense_replace": 3, "num_hidden_layers": 2}, TP),
     "deepseek_v3": ("deepseek_v3", {"q_lora_rank": None}, EP),

@@ -70,6 +70,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dense": ("llama", "Llama", {}),
     "dense, many words": ("llama", "Llama", {"vocab_size": 8192}),
     "dense, qk norm": ("qwen3", "Qwen3", {}),
+    "dense, growing queries": ("ministral3", "Ministral3", {}),
     "tied": ("qwen2", "Qwen2", {"tie_word_embeddings": True, "vocab_size": 4096}),
     "experts": ("qwen3_moe", "Qwen3Moe", EXPERTS),
     "experts, one gated": ("qwen2_moe", "Qwen2Moe", GATED),

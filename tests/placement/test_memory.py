@@ -230,6 +230,8 @@ MEASURED = (
     Case("norms behind", dtype="bfloat16", tokens=512),
     Case("sinks", dtype="bfloat16", tokens=256),
     Case("sinks", tokens=256),
+    Case("dense, growing queries", tokens=128),
+    Case("dense, growing queries", dtype="bfloat16", tokens=256),
     Case("dense, qk norm", lora=Lora(rank=8), tokens=256),
     Case("dense", head=False, recompute="selective", tokens=256),
 )

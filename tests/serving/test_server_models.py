@@ -102,6 +102,22 @@ def test_sglang_is_told_the_limit_that_transformers_has_in_its_code(tmp_path: Pa
     assert missing_settings(folder(tmp_path, architectures=["GptOssForCausalLM"])) == {"swiglu_limit": 7.0}
 
 
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({}, {}),  # then both have the same default
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 64}}, 64),
+        ({"rope_scaling": {"original_max_position_embeddings": 32}}, 32),
+        ({"rope_parameters": {"rope_type": "yarn"}, "max_position_embeddings": 128}, 128),
+        ({"rope_parameters": {"original_max_position_embeddings": 16}, "original_max_position_embeddings": 8}, {}),
+    ],
+)
+def test_sglang_is_told_after_how_many_tokens_queries_grow(tmp_path: Path, keys: Any, told: Any) -> None:
+    found = missing_settings(folder(tmp_path, architectures=["Ministral3ForCausalLM"], **keys))
+    assert found == (told if told == {} else {"original_max_position_embeddings": told})
+    assert missing_settings(folder(tmp_path, architectures=["MistralForCausalLM"], **keys)) == {}
+
+
 def test_what_sglang_wants_of_a_config_and_transformers_does_not_write_is_added(tmp_path: Path) -> None:
     """transformers 5 leaves out of DeepSeek-V3's what is the same in all of them."""
     model = folder(tmp_path, architectures=["DeepseekV3ForCausalLM"], moe_layer_freq=2)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.tiny import write_tokenizer
 
-# Architecture -> config class, text part, vision tower.
+# Architecture, and where it has several the family of the text part -> config class, text part, vision tower.
 TINY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": (
         "Gemma3Config",
@@ -25,6 +25,23 @@ TINY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Mistral3ForConditionalGeneration": (
         "Mistral3Config",
         {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e5},
+        {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8},
+    ),
+    "Mistral3ForConditionalGeneration ministral3": (
+        "Mistral3Config",
+        {
+            "model_type": "ministral3",
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16,
+                "max_position_embeddings": 512,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
         {"model_type": "pixtral", "image_size": 28, "patch_size": 14, "head_dim": 8},
     ),
     "LlavaForConditionalGeneration": (
@@ -104,7 +121,7 @@ def write_multimodal(folder: Path, architecture: str, *, tied: bool = False, **s
         text_config={**text, "tie_word_embeddings": tied}, vision_config=vision, tie_word_embeddings=tied
     )
     transformers.set_seed(0)
-    model = getattr(transformers, architecture)(config).to(torch.bfloat16)
+    model = getattr(transformers, architecture.partition(" ")[0])(config).to(torch.bfloat16)
     with torch.no_grad():
         for tensor in model.parameters():
             # Norms of one and biases of zero would hide mistakes.

@@ -16,6 +16,7 @@ CONFIGS = {
     "qwen2_moe": "Qwen2MoeConfig",
     "llama": "LlamaConfig",
     "mistral": "MistralConfig",
+    "ministral3": "Ministral3Config",
     "phi3": "Phi3Config",
     "mixtral": "MixtralConfig",
     "deepseek_v3": "DeepseekV3Config",
@@ -45,6 +46,17 @@ OWN: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "mistral": {"sliding_window": None},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 8,  # so short that the scale of queries is at work everywhere
+            "llama_4_scaling_beta": 0.4,
+        },
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
         "num_key_value_heads": 4,

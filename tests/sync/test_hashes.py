@@ -86,6 +86,7 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("qwen2", {"vocab_size": 130, "tie_word_embeddings": True}, (1,)),
         ("llama", {"num_key_value_heads": 1}, (2,)),
         ("mistral", {}, (2,)),
+        ("ministral3", {"vocab_size": 130, "num_key_value_heads": 1}, (2,)),
         ("qwen2_moe", {"mlp_only_layers": [], "shared_expert_intermediate_size": 72}, (1, 2)),
         ("phi3", {"num_key_value_heads": 1, "intermediate_size": 80}, (1,)),
         (
