@@ -16,6 +16,7 @@ from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
 
 DROPPED = ("olmo3",)  # families of which SGLang drops rope_parameters
+OUTSIDE = ("llama", "mistral", "ministral3")  # families of which it hears what stands outside (models/llama.py)
 ORIGINAL = "original_max_position_embeddings"
 ITS_OWN = ("attn_factor", "extrapolation_factor")  # keys that SGLang multiplies by, and transformers passes over
 MAGNITUDES = ("mscale", "mscale_all_dim")
@@ -25,8 +26,8 @@ def check_served_rope(where: str, folder: Path, model: ModelConfig) -> None:
     """Raise UserError for a scaling that SGLang reads otherwise, with what to write in its place. Latent attention reads its own.
 
     0.5.21 drops OLMo-3's rope_parameters, or ends over them (configs/olmo3.py); of what is not scaled it is told the rest
-    (server_models). Of yarn it reads the object of the scaling alone, wants its factor, and knows no factor of attention but
-    the one that follows from it (layers/rotary_embedding/factory.py, yarn.py).
+    (server_models). Of yarn it mostly reads the object of the scaling alone, wants its factor, and knows no factor of attention
+    but the one that follows from it (layers/rotary_embedding/factory.py, yarn.py).
     """
     kind, dropped = model.rope.kind, model.family in DROPPED
     if model.mla is not None or kind == "default" or not (dropped or kind == "yarn"):
@@ -50,7 +51,8 @@ def _of_yarn(config: Mapping[str, Any], scaling: Mapping[str, Any], model: Model
     rope = model.rope
     if scaling and scaling.get("factor") is None:
         yield f"SGLang wants `factor` among its keys. Write {rope.factor:g}, which transformers takes"
-    if scaling and scaling.get(ORIGINAL, model.max_positions) != rope.original_positions:
+    inside = scaling.get(ORIGINAL, model.max_positions)
+    if scaling and inside != rope.original_positions and model.family not in OUTSIDE:
         yield (
             f"transformers takes {ORIGINAL} from outside of rope_scaling or rope_parameters, {rope.original_positions}, "
             f"and SGLang from inside. Write {rope.original_positions} inside"

@@ -61,6 +61,11 @@ def test_what_they_read_otherwise_is_refused(
         checked(source, rope_theta=THETA, rope_scaling=YARN | scaling, **more)
 
 
+def test_of_llamas_kind_sglang_hears_what_stands_outside_as_transformers_does(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "llama")
+    checked(folder, rope_theta=THETA, rope_scaling=YARN, original_max_position_embeddings=32)
+
+
 def test_olmo_3_is_served_with_the_keys_of_the_published_models(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "olmo3", rope_parameters=YARN | {"rope_theta": THETA})
     model = load_model_config(folder)
