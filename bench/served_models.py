@@ -69,6 +69,18 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "mistral": ({}, {**HEADS, **SCALED, "wide heads": {"head_dim": 32}}),
     "phi3": ({}, {**HEADS, "longrope": longrope(), "longrope over a part": longrope(0.75)}),
     "glm4": ({}, {**HEADS, "no biases": {"attention_bias": False}, "RoPE over whole heads": WHOLE_ROPE}),
+    "granite": (
+        {},
+        {
+            **HEADS,
+            **SCALED,
+            "wide heads": {"head_dim": 32},
+            "no multipliers": {
+                **{"embedding_multiplier": 1.0, "attention_multiplier": 1.0},
+                **{"residual_multiplier": 1.0, "logits_scaling": 1.0},
+            },
+        },
+    ),
     "olmo2": (
         {},
         {**HEADS, **SCALED, "one key-value head": {"num_key_value_heads": 1}, "wide heads": {"head_dim": 32}},

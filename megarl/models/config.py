@@ -94,6 +94,7 @@ class ModelConfig:
     whole_qk_norm: norms of queries and of keys, where there are any, are over all heads together (OLMo-2, arXiv 2501.00656).
     pad_token_id: the token whose embedding does not learn; None is none.
     embedding_scale: multiplies the embeddings. query_scale: of the attention logits; None is head_dim ** -0.5.
+    residual_scale: multiplies what attention and MLP add to the residual stream. logit_scale: multiplies the vocabulary's logits.
     head: score is one number a token in the vocabulary's place: a critic's value, a reward model's score.
     fp8_block: rows and columns of a block with one scale, where the folder's weights are FP8; what is loaded is not.
     mxfp4: whether the folder's experts are MXFP4 (hf_mxfp4.py); what is loaded is not.
@@ -129,6 +130,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     pad_token_id: int | None = None
     query_scale: float | None = None
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     window: int | None = None
     local_layers: frozenset[int] = frozenset()
     local_rope: Rope | None = None

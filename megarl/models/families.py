@@ -66,6 +66,7 @@ class Family:
     over the heads.
     pre_norms, post_norms: norms before attention and MLP, and behind them. whole_qk_norm: see ModelConfig. sinks: attention has
     them, and a bias behind its output (ModelConfig). unscaled_locally: layers with a window have RoPE that is not scaled.
+    multipliers: four keys say what is multiplied (hf_scales).
     window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
     those that a pattern names: where no key says, those whose number is no multiple of window_period. window_switch: only
     where use_sliding_window says so. window_default: where no key says.
@@ -89,6 +90,7 @@ class Family:
     post_norms: bool = False
     whole_qk_norm: bool = False
     unscaled_locally: bool = False
+    multipliers: bool = False
     sinks: bool = False
     moe: MoeKeys | None = None
     mla: bool = False
@@ -273,6 +275,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             theta=150000.0,
             only=_GPT_OSS_ONLY,
         ),
+        "GraniteForCausalLM": Family("granite", ("granite",), multipliers=True),
         "Olmo2ForCausalLM": OLMO2,
         "Olmo3ForCausalLM": replace(
             OLMO2,

@@ -240,11 +240,19 @@ def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection
             layer.self_attention.core_attention.register_forward_pre_hook(scale, with_kwargs=True)
     if config.head == "score" and chunk.post_process:
         chunk.output_layer = ScalarHead(chunk.config, groups).to(platform.device)
+    if config.logit_scale != 1.0 and config.head == "vocabulary" and chunk.post_process:
+        chunk.output_layer.register_forward_pre_hook(partial(_scale_input, config.logit_scale))
     if config.embedding_scale != 1.0 and chunk.pre_process:
         # The embedding alone is scaled, not the head that may share its weight.
         chunk.embedding.register_forward_hook(partial(_scale_output, config.embedding_scale))
     if config.pad_token_id is not None and chunk.pre_process:
         chunk.embedding.word_embeddings.register_forward_hook(partial(_hold_padding, config.pad_token_id))
+
+
+def _scale_input(scale: float, module: torch.nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Hidden states before the head, which are fewer than logits."""
+    hidden, *others = given
+    return (hidden * scale, *others)
 
 
 def _scale_output(scale: float, module: torch.nn.Module, given: Any, output: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from megarl.models.hf_files import some
 from megarl.models.hf_fp8 import read_fp8_block
 from megarl.models.hf_mxfp4 import is_mxfp4
 from megarl.models.hf_rope import read_ropes, read_rotary_dim
+from megarl.models.hf_scales import read_scales
 from megarl.models.multimodal import unsupported
 
 _REQUIRED = (
@@ -101,8 +102,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         pre_norms=family.pre_norms,
         post_norms=family.gemma or family.post_norms,
         whole_qk_norm=family.whole_qk_norm,
-        embedding_scale=hidden**0.5 if family.gemma else 1.0,
-        query_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5 if family.gemma else None,
+        **read_scales(fields, family, hidden),
         window=window,
         local_layers=local_layers,
         local_rope=local_rope if local_layers else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ def _fused_layer(config: ModelConfig, index: int) -> ModuleSpec:
     if moe is not None:
         spec.submodules.mlp.submodules.router = Router
     _scale_queries(config, spec)
+    _scale_residual(config, spec)
     return spec
 
 
@@ -127,6 +129,28 @@ def _scale_queries(config: ModelConfig, spec: ModuleSpec) -> None:
         assert not config.qk_norm, "a norm of queries is where their scale would be"
         scale = ModuleSpec(ScaledQueries, params={"rotated": config.rotated, "rope": config.rope})
         spec.submodules.self_attention.submodules.q_layernorm = scale
+
+
+class ScaledAdd:
+    """What attention and MLP put out, times a scale, joins the residual stream. In the place of Megatron's bias, dropout, sum."""
+
+    def __init__(self, scale: float, **_: Any) -> None:
+        self._scale = scale
+
+    def __call__(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        """A function of (output, its bias), the stream, and dropout; there are neither bias nor dropout here."""
+
+        def add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            assert output[1] is None and not dropout, "neither is asked for"
+            return torch.add(residual, output[0], alpha=self._scale)
+
+        return add
+
+
+def _scale_residual(config: ModelConfig, spec: ModuleSpec) -> None:
+    if config.residual_scale != 1.0:
+        add = ModuleSpec(ScaledAdd, params={"scale": config.residual_scale})
+        spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
 
 
 def set_latent_eps(attention: torch.nn.Module) -> None:
@@ -150,6 +174,7 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm if config.pre_norms else IdentityOp
     layer.sharded_state_dict_keys_map = _checkpoint_names(config, index)
+    _scale_residual(config, spec)
     if moe is not None:
         layer.mlp.submodules.router = Router
         if moe.biases:

@@ -91,6 +91,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {}),
     ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "num_key_value_heads": 1}),
     ("gpt_oss", {"rope_parameters": YARN, "tie_word_embeddings": True, "head_dim": 24, "num_experts_per_tok": 2}),
+    ("granite", {}),
+    ("granite", {"tie_word_embeddings": True, "num_key_value_heads": 1, "rope_parameters": YARN}),
+    (
+        "granite",
+        {"embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1},
+    ),
     ("olmo2", {}),
     ("olmo2", {"rope_parameters": YARN, "tie_word_embeddings": True, "head_dim": 24, "num_key_value_heads": 1}),
     ("olmo3", {}),

@@ -44,6 +44,7 @@ CASES = [
     ("glm4_moe", {}),
     ("glm4_moe_lite", {}),
     ("gpt_oss", {}),
+    ("granite", {}),
     ("olmo2", {}),
     ("olmo3", {"tie_word_embeddings": True}),
     ("gemma3", {}),

@@ -49,6 +49,7 @@ DEEPSEEK = replace(
         ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
         ("glm4_moe_lite", {}),
         ("gpt_oss", {}),
+        ("granite", {}),
         ("olmo2", {}),
         ("olmo3", {"head_dim": 24, "tie_word_embeddings": True}),
         ("gemma3", {}),

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "phi3-one-head": ("phi3", {"num_key_value_heads": 1}, TP),
     "mixtral": ("mixtral", {}, ETP),
     "gpt_oss": ("gpt_oss", {}, EP),
+    "granite": ("granite", {"vocab_size": 97}, TP),
     "olmo2": ("olmo2", {"vocab_size": 97}, TP),
     "olmo3": ("olmo3", {"num_key_value_heads": 4}, TP),
 }

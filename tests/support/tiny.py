@@ -23,6 +23,7 @@ CONFIGS = {
     "glm4": "Glm4Config",
     "glm4_moe": "Glm4MoeConfig",
     "glm4_moe_lite": "Glm4MoeLiteConfig",
+    "granite": "GraniteConfig",
     "olmo2": "Olmo2Config",
     "olmo3": "Olmo3Config",
     "gemma3": "Gemma3TextConfig",
@@ -125,6 +126,12 @@ OWN: dict[str, dict[str, Any]] = {
             "truncate": False,
             "original_max_position_embeddings": 512,
         },
+    },
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 3.0,
     },
     # RoPE not scaled: transformers 5.12 scales it in local layers too, where no OLMo-3 was trained so.
     "olmo3": {

@@ -100,6 +100,7 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("glm4", {"intermediate_size": 80, "num_key_value_heads": 1}, (1, 2)),
         ("glm4_moe", {}, (2,)),  # by one rank: in bfloat16, below
         ("glm4_moe_lite", {}, (1, 2)),
+        ("granite", {}, (1, 2)),
         ("olmo2", {"num_key_value_heads": 4}, (2,)),
         ("olmo3", {"vocab_size": 130}, (1, 2)),
         ("gemma3", {"vocab_size": 130}, (2,)),

@@ -51,6 +51,7 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("qkv in one", 2): [{"tp": 2, **SP}],
     ("growing queries", 2): [{"cp": 2}],
     ("partly rotated", 2): [{"tp": 2, **SP, "ep": 2}, {"cp": 2}],
+    ("scaled", 2): [{"pp": 2}],
     ("norms behind", 2): [{"tp": 2, **SP}],
     ("sinks", 2): [{"tp": 2, **SP}, {"tp": 2, **SP, "ep": 2}],
 }
@@ -105,6 +106,7 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("growing queries", 4): [{"cp": 4}, {"tp": 2, **SP, "cp": 2}],
     ("partly rotated", 2): [{"pp": 2}, {"ep": 2}],
     ("partly rotated", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"pp": 2, "cp": 2}],
+    ("scaled", 2): [{"tp": 2, **SP}, {"cp": 2}],
     ("norms behind", 2): [{"tp": 2}, {"cp": 2}, {"pp": 2}],
     ("norms behind", 4): [{"tp": 2, **SP, "pp": 2}, {"tp": 2, **SP, "cp": 2}],
     ("sinks", 2): [{"cp": 2}, {"pp": 2}, {"ep": 2}],
