@@ -13,16 +13,16 @@ from megarl.data.rows import Row
 # others; of Mistral.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 CLOSES = ("</think>", "[/THINK]")
-INSTEAD = "something-else"  # is shown where a text would be
-LONG = 16  # characters that stand nowhere by chance
+MORE = " and-more"  # is said beside a text, or in its place
 Shown = Callable[[Sequence[Message]], str]
+Part = tuple[str, object, Message]  # what to call it, what is said, and the message that says something else
 
 
 class Hearing:
-    """Asks of the rows of a file. Of short texts, which may stand elsewhere too, one of each kind is asked for."""
+    """Asks of the rows of a file, by what each part of a message changes in the rendering: of parts of a kind, once."""
 
     def __init__(self) -> None:
-        self._known: set[tuple[str, str, str, bool]] = set()
+        self._known: set[tuple[object, ...]] = set()
         self._shows_tools = False
 
     def check(
@@ -37,12 +37,13 @@ class Hearing:
         before = ""
         for index, message in enumerate(messages):
             role, is_learned = message["role"], index in learned
-            for what, said, otherwise in _said(message) if is_learned or role != "assistant" else ():
-                kind = before, role, what, is_learned
-                if kind in self._known or (len(said) >= LONG and said in text):
+            # What a template may look at before it shows a part.
+            form = *sorted(message), len(message.get(CALLS, ())), *(mark in message["content"] for mark in CLOSES)
+            for what, said, otherwise in _parts(message) if is_learned or role != "assistant" else ():
+                kind = before, role, is_learned, index + 1 == len(messages), what, *form
+                if kind in self._known:
                     continue
-                other = [*messages[:index], otherwise, *messages[index + 1 :]]
-                if _renders_as(text, other, shown):
+                if _renders_as(text, [*messages[:index], otherwise, *messages[index + 1 :]], shown):
                     raise UserError(
                         f"{row.where}, message {index + 1} ({role}): the model's chat template leaves out {what}, "
                         f"{_short(said)}. Say it where the template shows it, leave it out of the row, or mend the template in "
@@ -68,30 +69,39 @@ def _renders_as(text: str, messages: Sequence[Message], shown: Shown) -> bool:
         return False
 
 
-def _said(message: Message) -> Iterator[tuple[str, str, Message]]:
-    """What a message says: what to call it, its text, and the message with another text in its place."""
+def _parts(message: Message) -> Iterator[Part]:
     content = message["content"]
     closes = next((each for each in CLOSES if each in content), "")
-    thoughts, _, answer = content.rpartition(closes) if closes else ("", "", content)
     opens = closes.replace("/", "")
+    thoughts, _, answer = content.rpartition(closes) if closes else ("", "", content)
+    if closes and opens in thoughts and (first := thoughts.partition(opens)[0].strip()):
+        yield f"what stands before {opens}", first, message | {"content": MORE.strip() + content}
     if thoughts := thoughts.strip().removeprefix(opens).strip():
-        yield f"what stands before {closes}", thoughts, message | {"content": f"{opens}{INSTEAD}{closes}{answer}"}
+        said = f"{content.rpartition(closes)[0].rstrip()}{MORE}"
+        yield f"what stands before {closes}", thoughts, message | {"content": f"{said}{closes}{answer}"}
     if answer.strip():
-        yield "its content", answer.strip(), message | {"content": content.removesuffix(answer) + INSTEAD}
+        yield "its content", answer.strip(), message | {"content": content.rstrip() + MORE}
+    heard: list[object] = []
     for key in REASONING:
-        if isinstance(said := message.get(key), str) and said.strip():
-            yield f"its {key}", said.strip(), message | {key: INSTEAD}
+        said = message.get(key)
+        if (
+            said and (not isinstance(said, str) or said.strip()) and said not in heard
+        ):  # under two keys for two templates
+            yield f"its {key}", said, {name: value for name, value in message.items() if name != key}
+            heard.append(said)
     for number, call in enumerate(message.get(CALLS, ())):
         calls = [*message[CALLS]]
         calls[number] = _another(call)
-        yield "a call of a tool", str(call.get("function", call).get("name")), message | {CALLS: calls}
+        what = "a call of a tool" if number == 0 else f"call {number + 1} of a tool"
+        yield what, call.get("function", call).get("name"), message | {CALLS: calls}
 
 
 def _another(call: dict[str, Any]) -> dict[str, Any]:
     """Kimi-K2's template shows a call's id, with the name in it, in the place of the name."""
-    function = {**call.get("function", call), "name": INSTEAD, "arguments": {INSTEAD: INSTEAD}}
-    return call | {"id": INSTEAD, "function": function} if "function" in call else function | {"id": INSTEAD}
+    function = {**call.get("function", call), "name": MORE.strip(), "arguments": {MORE.strip(): MORE.strip()}}
+    return call | {"id": MORE.strip(), "function": function} if "function" in call else function | {"id": MORE.strip()}
 
 
-def _short(said: str, most: int = 60) -> str:
-    return repr(said if len(said) <= most else f"{said[:most]}...")
+def _short(said: object, most: int = 60) -> str:
+    text = said if isinstance(said, str) else repr(said)
+    return repr(text if len(text) <= most else f"{text[:most]}...")

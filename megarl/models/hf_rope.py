@@ -225,5 +225,5 @@ def _rope(fields: Fields, part: Fields, theta: float, *, partial: bool = False, 
         mscale=part.optional_number("mscale"),
         mscale_all_dim=all_dim,
         attention_factor=None if part.get("attention_factor") is None else part.number("attention_factor"),
-        truncate=part.flag("truncate", True),
+        truncate=part.flag("truncate", "truncate" not in part.raw),  # null is no to transformers
     )

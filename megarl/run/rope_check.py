@@ -19,18 +19,18 @@ DROPPED = ("olmo3",)  # families of which SGLang drops rope_parameters
 OUTSIDE = ("llama", "mistral", "ministral3")  # families of which it hears what stands outside (models/llama.py)
 ORIGINAL = "original_max_position_embeddings"
 ITS_OWN = ("attn_factor", "extrapolation_factor")  # keys that SGLang multiplies by, and transformers passes over
-MAGNITUDES = ("mscale", "mscale_all_dim")
+MAGNITUDES, TURNS = ("mscale", "mscale_all_dim"), ("beta_fast", "beta_slow")
 
 
 def check_served_rope(where: str, folder: Path, model: ModelConfig) -> None:
     """Raise UserError for a scaling that SGLang reads otherwise, with what to write in its place. Latent attention reads its own.
 
     0.5.21 drops OLMo-3's rope_parameters, or ends over them (configs/olmo3.py); of what is not scaled it is told the rest
-    (server_models). Of yarn it mostly reads the object of the scaling alone, wants its factor, and knows no factor of attention
-    but the one that follows from it (layers/rotary_embedding/factory.py, yarn.py).
+    (server_models). Of the first context it mostly reads the object of the scaling alone; of yarn it wants the factor, and knows
+    no factor of attention but the one that follows from it (layers/rotary_embedding/factory.py, yarn.py).
     """
     kind, dropped = model.rope.kind, model.family in DROPPED
-    if model.mla is not None or kind == "default" or not (dropped or kind == "yarn"):
+    if model.mla is not None or not (kind in ("yarn", "llama3") or (dropped and kind != "default")):
         return
     config = read_object(folder / "config.json", "Export the model again.")
     if dropped and not config.get("rope_scaling"):
@@ -39,24 +39,29 @@ def check_served_rope(where: str, folder: Path, model: ModelConfig) -> None:
             f"{model.architecture}. Write it in two keys there, as the published models have it: rope_theta, and rope_scaling "
             "with all the others."
         )
-    if kind == "yarn":
-        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        for problem in _of_yarn(config, scaling, model):
-            raise UserError(f"{where}: RoPE is scaled by yarn in its config.json. {problem}.")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    for problem in (*_of_contexts(scaling, model), *(_of_yarn(scaling, model) if kind == "yarn" else ())):
+        raise UserError(f"{where}: RoPE is scaled by {kind} in its config.json. {problem}.")
 
 
-def _of_yarn(config: Mapping[str, Any], scaling: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
+def _of_contexts(scaling: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
+    first = model.rope.original_positions
+    if scaling and scaling.get(ORIGINAL, model.max_positions) != first and model.family not in OUTSIDE:
+        yield (
+            f"transformers takes {ORIGINAL} from outside of rope_scaling or rope_parameters, {first}, and SGLang from "
+            f"inside. Write {first} inside"
+        )
+
+
+def _of_yarn(scaling: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
     from megarl.models.rope import attention_factor  # with torch
 
     rope = model.rope
     if scaling and scaling.get("factor") is None:
         yield f"SGLang wants `factor` among its keys. Write {rope.factor:g}, which transformers takes"
-    inside = scaling.get(ORIGINAL, model.max_positions)
-    if scaling and inside != rope.original_positions and model.family not in OUTSIDE:
-        yield (
-            f"transformers takes {ORIGINAL} from outside of rope_scaling or rope_parameters, {rope.original_positions}, "
-            f"and SGLang from inside. Write {rope.original_positions} inside"
-        )
+    for key in TURNS:
+        if scaling.get(key, 0) is None:
+            yield f"Its {key} is null, with which SGLang does not start. Remove it"
     if rope.attention_factor is not None:
         follows = attention_factor(replace(rope, attention_factor=None))
         if not math.isclose(rope.attention_factor, follows, rel_tol=1e-6):

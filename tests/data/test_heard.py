@@ -104,7 +104,7 @@ def test_earlier_turns_may_lose_what_they_were_not_learned_for() -> None:
     assert learn(template, thinking) == 2
 
 
-def test_of_short_texts_one_of_a_kind_is_asked_for() -> None:
+def test_of_parts_of_a_kind_one_is_asked_for() -> None:
     tokenizer = make_tokenizer(chat_template=PLAIN)
     shown = partial(render, tokenizer, row=ROW, generation_prompt=True)
     asked = []
@@ -117,9 +117,47 @@ def test_of_short_texts_one_of_a_kind_is_asked_for() -> None:
     for number in range(9):
         messages = [user(f"{number}+1")]
         hearing.check(shown(messages), messages, counted, ROW)
-        long = [user(f"{number} and one are what, if you please?")]
-        hearing.check(shown(long), long, counted, ROW)
     assert len(asked) == 1
+
+
+def test_what_one_message_shows_says_nothing_of_another_with_more() -> None:
+    """The names stand in the tools and in what the user says; the second call, and words beside a call, are left out."""
+    first = FULL.replace("m['tool_calls'] or []", "(m['tool_calls'] or [])[:1]")
+    beside = FULL.replace("{{ m['content'] }}", "{% if not m['tool_calls'] %}{{ m['content'] }}{% endif %}")
+    asked, again = user("Please add by functions.add:0, the tool add."), {**CALL, "id": "functions.add:1"}
+    plain, silent = [user("2+2"), assistant("4")], assistant("", tool_calls=[CALL])
+    for template, messages, says in (
+        (PLAIN, [asked, silent], "a call of a tool, 'add'"),
+        (first, [asked, assistant("", tool_calls=[CALL, again])], "call 2 of a tool, 'add'"),
+        (beside, [asked, assistant("Please add", tool_calls=[CALL])], "its content, 'Please add'"),
+    ):
+        tokenizer = make_tokenizer(chat_template=template)
+        rows = [
+            parse_demonstration(Row(Path("sft.jsonl"), at, {"messages": each}), DATA)
+            for at, each in enumerate((plain, messages), 1)
+        ]
+        with pytest.raises(UserError, match=rf"line 2, message 2 \(assistant\): .*{says}"):
+            tokenise(rows, tokenizer)
+
+
+def test_text_around_thoughts_is_asked_for_by_itself() -> None:
+    split = PLAIN.replace(
+        "m['content'] | trim",
+        "m['content'].split('</think>')[0].split('<think>')[-1] + '#' + m['content'].split('</think>')[-1]",
+    )
+    assert learn(split, [user("1+1"), assistant("<think>easy</think>2")]) == 1
+    with pytest.raises(UserError, match="what stands before </think>"):
+        learn(split, [user("1+1"), assistant("<think>easy</think>MIDDLE</think>2")])
+    with pytest.raises(UserError, match=r"what stands before <think>, 'Well\.'"):
+        learn(split, [user("1+1"), assistant("Well. <think>easy</think>2")])
+
+
+def test_reasoning_under_two_keys_is_for_two_templates() -> None:
+    shows = PLAIN.replace("m['content'] | trim", "(m['reasoning'] or '') + m['content']")
+    assert learn(shows, [user("1+1"), assistant("2", reasoning="easy", thinking="easy")]) == 1
+    with pytest.raises(UserError, match="its thinking, 'hard'"):
+        learn(shows, [user("1+1"), assistant("2", reasoning="easy", thinking="hard")])
+    assert learn(shows, [user("and-more"), assistant(" and-more")]) == 1
 
 
 def test_a_prompt_of_which_nothing_is_shown_is_refused(tmp_path: Path) -> None:

@@ -39,6 +39,10 @@ def read(default_theta: float = 500.0, **raw: Any) -> Rope:
         ),
         ({"rope_type": "yarn", **YARN}, Rope(5e5, "yarn", factor=4.0, original_positions=1024)),
         (
+            {"rope_type": "yarn", **YARN, "truncate": None},  # null is no
+            Rope(5e5, "yarn", factor=4.0, original_positions=1024, truncate=False),
+        ),
+        (
             {"rope_type": "yarn", "original_max_position_embeddings": 512, "factor": None},
             Rope(5e5, "yarn", factor=8.0, original_positions=512),
         ),

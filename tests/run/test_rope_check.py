@@ -12,7 +12,7 @@ from megarl.core.errors import UserError
 from megarl.models.hf_config import load_model_config
 from megarl.run.rope_check import check_served_rope
 from tests.support.olmo import as_published
-from tests.support.tiny import write_tiny_model
+from tests.support.tiny import LLAMA3, write_tiny_model
 
 THETA = 1e4
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -51,6 +51,7 @@ def test_what_both_read_alike_is_served(source: Path, more: dict[str, Any]) -> N
         ({"extrapolation_factor": 2}, {}, r"SGLang multiplies by extrapolation_factor, 2"),
         ({"mscale": 0.0, "mscale_all_dim": 0.0}, {}, r"of 0 are none to transformers, and zero to SGLang"),
         ({}, {"original_max_position_embeddings": 32}, r"from inside\. Write 32 inside"),
+        ({"beta_fast": None}, {}, r"beta_fast is null, with which SGLang does not start"),
         ({"factor": None}, {}, r"SGLang wants `factor` .* Write 32, which transformers takes"),
     ],
 )
@@ -59,6 +60,13 @@ def test_what_they_read_otherwise_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=rf"^`model\.path`: RoPE is scaled by yarn in its config\.json\. .*{says}"):
         checked(source, rope_theta=THETA, rope_scaling=YARN | scaling, **more)
+
+
+def test_the_first_context_of_llama3_is_read_inside_too(source: Path) -> None:
+    inside = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    checked(source, rope_theta=THETA, rope_scaling=inside)
+    with pytest.raises(UserError, match=r"scaled by llama3 in its config\.json\. .* Write 32 inside"):
+        checked(source, rope_theta=THETA, rope_scaling=inside, original_max_position_embeddings=32)
 
 
 def test_of_llamas_kind_sglang_hears_what_stands_outside_as_transformers_does(tmp_path: Path) -> None:
