@@ -95,9 +95,10 @@ class _Supervisor:
 
     async def start(self, deadline_s: float) -> Started:
         """Start the subprocess and wait until it is ready."""
+        known = set(self._process.shm_names())
+        register_segments(self._registry, sorted(known))
         self._process.start()
         ready = asyncio.create_task(asyncio.to_thread(self._process.wait_ready, deadline_s))
-        known: set[str] = set()
         there: set[str] = set()
         while not ready.done():
             # Also of one that is killed as it starts: its segments are found by its processes alone.

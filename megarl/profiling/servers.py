@@ -81,6 +81,7 @@ def serving(
     places = [replace(place, env=env | {"CUDA_VISIBLE_DEVICES": device}) for device in own] or [place] * count
     servers = tuple(ServerProcess(f"server {index}", spec, platform, places[index]) for index in range(count))
     router = RouterProcess(RouterSpec(), place)
+    register_segments(scratch.registry, sorted({name for server in servers for name in server.shm_names()}))
     start_all([*servers, router], deadline_s)
     try:
         register_segments(scratch.registry, sorted({name for server in servers for name in server.shm_names()}))

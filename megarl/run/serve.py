@@ -83,6 +83,7 @@ def run_serve(settings: ServeSettings) -> None:
         )
         spec = ServerSpec(folder.resolve(), settings.dtype, settings.tp, MOST_AT_ONCE, kv_tokens, context)
         server = ServerProcess("server 0", spec, platform, place)
+        register_segments(scratch.registry, sorted(server.shm_names()))
         try:
             with console.status(f"starting SGLang with {folder}"):
                 server.start()

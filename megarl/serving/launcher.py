@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 
 class Secret(str):
@@ -25,9 +26,29 @@ def read_api_key() -> Secret:
     return Secret(key)
 
 
+def name_instance(name: str) -> None:
+    """Have the server that this process starts be called so, where SGLang would draw a name.
+
+    Its shared memory is named after it, and no end of a process that is killed removes that: whoever started the server has to
+    know the name beforehand.
+    """
+    from sglang.srt.server_args import PortArgs
+
+    drawn = PortArgs.init_new
+
+    def named(*values: Any, **options: Any) -> PortArgs:
+        ports = drawn(*values, **options)
+        ports.instance_id = name
+        return ports
+
+    PortArgs.init_new = staticmethod(named)
+
+
 def run_sglang_server(argv: list[str], api_key: Secret) -> None:
     """Serve until told to stop; argv: flags of `sglang.launch_server`."""
     import os
+    import tempfile
+    from pathlib import Path
 
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
@@ -35,6 +56,7 @@ def run_sglang_server(argv: list[str], api_key: Secret) -> None:
 
     server_args = prepare_server_args(argv)
     server_args.api_key = api_key
+    name_instance(Path(tempfile.gettempdir()).name)  # a folder of the server's own
     try:
         run_server(server_args)
     finally:

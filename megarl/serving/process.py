@@ -48,7 +48,10 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Command:
-    """What to start. `secret` is written to its standard input as one line."""
+    """What to start. `secret` is written to its standard input as one line.
+
+    segments: names under /dev/shm of what it will make there, as far as they are known: nobody has to see it alive for them.
+    """
 
     name: str  # for people: "server 1"
     argv: tuple[str, ...]
@@ -56,6 +59,7 @@ class Command:
     endpoint: Endpoint
     env: Mapping[str, str] = field(default_factory=dict)
     secret: str = field(default="", repr=False)
+    segments: tuple[str, ...] = ()
 
 
 class ManagedProcess:
@@ -69,7 +73,7 @@ class ManagedProcess:
         self._let_go = weakref.finalize(self, _close, kept)
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
-        self._segments: set[str] = set()
+        self._segments = {*command.segments}
 
     @property
     def name(self) -> str:
@@ -163,7 +167,7 @@ class ManagedProcess:
         return not self.alive()
 
     def shm_names(self) -> frozenset[str]:
-        """Names under /dev/shm that this process and its descendants hold now or held at an earlier call.
+        """Names under /dev/shm that this process and its descendants hold now or held at an earlier call, or are known to make.
 
         Without the memory that weights came in: it is a rank's.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -140,6 +141,15 @@ class ProcessPlace:
     temp: Path | None = None
 
 
+def load_segment(temp: Path) -> str:
+    """Name under /dev/shm of what a server publishes its load in, by its temporary folder (`launcher.name_instance`).
+
+    As SGLang 0.5.21 makes it of an instance's id (managers/load_snapshot.py).
+    """
+    digest = hashlib.blake2s(temp.name.encode(), digest_size=4).hexdigest()
+    return f"sglang_loads_{temp.name}_{digest}.shm"
+
+
 class ServerProcess(ManagedProcess):
     """A running SGLang server."""
 
@@ -182,6 +192,7 @@ class ServerProcess(ManagedProcess):
                     "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
                 },
                 secret=place.api_key,
+                segments=(load_segment(self._temp),),
             ),
             kept,
         )

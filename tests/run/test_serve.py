@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -107,6 +108,39 @@ def test_a_run_is_served_until_ctrl_c_and_nothing_stays(served: Served) -> None:
         raise AssertionError(f"it goes on after Ctrl-C:\n{stacks}") from error
     assert ended(tree)
     assert not [path.name for path in served.temp.iterdir() if path.name.startswith("megarl-")]
+
+
+@pytest.mark.slow
+@pytest.mark.needs("SGLang")
+@pytest.mark.parametrize("killed", ["scheduler", "driver"])
+def test_one_that_is_killed_as_it_starts_leaves_no_shared_memory(tmp_path: Path, killed: str) -> None:
+    """Of SGLang's processes or megarl's own, before the server is ready: nobody has asked yet what it has mapped."""
+    model, temp = write_tiny_qwen(tmp_path / "hf"), Path(tempfile.mkdtemp(prefix="t"))
+    command = [sys.executable, "-m", "megarl", "serve", str(model), "--port", "0", "--dtype", "float32"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temp)}
+    with (tmp_path / "said").open("wb") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment, start_new_session=True)
+    try:
+        made: set[str] = set()
+        while not made:
+            assert process.poll() is None, (tmp_path / "said").read_text()
+            time.sleep(0.02)
+            tree = process_tree(process.pid)
+            for pid in tree:
+                if made := {name for name in segments_of([pid]) if name.startswith("sglang_loads_")}:
+                    os.kill(pid if killed == "scheduler" else process.pid, signal.SIGKILL)
+                    break
+        assert process.wait(60) in (1, -signal.SIGKILL)
+        assert ended(tree)
+        deadline = time.monotonic() + 20  # the janitor's, of one that is killed itself
+        while made & set(os.listdir("/dev/shm")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not made & set(os.listdir("/dev/shm"))
+    finally:
+        if process.poll() is None:
+            kill_all(process_tree(process.pid))
+            process.wait(10)
+        shutil.rmtree(temp, ignore_errors=True)
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:

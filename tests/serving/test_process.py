@@ -38,7 +38,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     """Makes processes and stops them in the end."""
     made: list[ManagedProcess] = []
 
-    def one(*flags: str, name: str = "server 0") -> ManagedProcess:
+    def one(*flags: str, name: str = "server 0", segments: tuple[str, ...] = ()) -> ManagedProcess:
         port = free_port()
         process = ManagedProcess(
             Command(
@@ -48,6 +48,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
                 endpoint=Endpoint("127.0.0.1", port, "/health"),
                 env={"MEGARL_TEST": "1"},
                 secret=SECRET,
+                segments=segments,
             )
         )
         made.append(process)
@@ -179,6 +180,19 @@ def test_stop_removes_shared_memory_that_a_killed_process_left(make: Make) -> No
     assert (Path("/dev/shm") / name).exists()
     process.stop()
     assert not (Path("/dev/shm") / name).exists()
+
+
+def test_stop_removes_shared_memory_that_a_process_left_before_anybody_looked(make: Make) -> None:
+    segment = Path("/dev/shm") / f"megarl_test_{secrets.token_hex(4)}"
+    process = make(f"segment={segment.name}", "silent", segments=(segment.name, "megarl_test_never"))
+    process.start()
+    deadline = time.monotonic() + 20
+    while not segment.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait_exit(10) and segment.exists()
+    process.stop()
+    assert not segment.exists()
 
 
 def test_stop_removes_semaphores_which_the_kernel_lists_under_another_name(make: Make) -> None:

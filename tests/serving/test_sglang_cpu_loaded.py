@@ -13,14 +13,14 @@ import pytest
 from megarl.core.platform import get_platform
 
 # In processes of their own: SGLang's modules stay where they were imported.
-NORMS, LINEARS = "tests.serving.sglang_norms", "tests.serving.sglang_linears"
+NORMS, LINEARS, NAMES = (f"tests.serving.sglang_{name}" for name in ("norms", "linears", "names"))
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What the process says of itself, and what went wrong in the copies of it."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.serving.alone", NORMS, LINEARS],
+        [sys.executable, "-W", "ignore", "-m", "tests.serving.alone", NORMS, LINEARS, NAMES],
         env={**os.environ, **get_platform("cpu").env},
         capture_output=True,
         text=True,
@@ -49,3 +49,8 @@ def test_norms_and_rotary_positions_have_the_numbers_of_sglang_s_own_code(found:
 
 def test_products_are_those_of_the_weights_last_loaded(found: dict[str, Any]) -> None:
     assert found[LINEARS] == ""
+
+
+def test_shared_memory_of_a_server_is_named_as_who_starts_it_expects(found: dict[str, Any]) -> None:
+    """A server that is killed as it starts leaves it, and no process is there to ask."""
+    assert found[NAMES] == ""
