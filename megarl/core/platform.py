@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,52 @@ CPU_SERVER_ARGS = (
     "--disable-hybrid-swa-memory",  # its attention reads one pool for all layers
     "--skip-server-warmup",
     "--sleep-on-idle",
+)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Flags of SGLang, by all their names, with which no server starts or answers on a platform. why: goes on a sentence.
+
+    fine: a value that changes nothing. beside: a word of another flag with which it is well.
+    """
+
+    flags: tuple[str, ...]
+    why: str
+    fine: str = ""
+    beside: str = ""
+
+    def found(self, words: Sequence[str]) -> list[str]:
+        """Which of a server's words are such a flag, with its value."""
+        hits = []
+        for index, word in enumerate(words):
+            name, equals, value = word.partition("=")
+            value = value if equals else next(iter(words[index + 1 : index + 2]), "")
+            if name in self.flags and not (self.fine and value == self.fine):
+                hits.append(f"{name} {value}".rstrip() if self.fine else name)
+        return [] if self.beside and any(self.beside in word for word in words) else hits
+
+
+# Seen with SGLang 0.5.21: each of these ends a server, or has it start for ever, with a trace that does not name the flag.
+CPU_REFUSED = (
+    Refused(
+        ("--tokenizer-worker-num",),
+        "its workers load SGLang anew, without what stands in for packages that only CUDA has",
+        fine="1",
+    ),
+    Refused(
+        ("--dp-size", "--data-parallel-size"),
+        "SGLang wants a NUMA node for each copy of the model; rollout.servers has a server for each",
+        fine="1",
+    ),
+    Refused(("--speculative-algorithm",), "tokens are guessed and verified by kernels that only CUDA has"),
+    Refused(("--enable-hierarchical-cache",), "what it keeps is copied by CUDA"),
+    Refused(("--enable-torch-compile",), "the attention there cannot be compiled"),
+    Refused(
+        ("--enable-lora", "--lora-paths"),
+        "adapters are computed by kernels that only CUDA has; the run's own reach servers by sync.lora: adapters",
+        beside="torch_native",
+    ),
 )
 CPU_ENV = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -108,7 +155,7 @@ class Platform:
     gives its memory back at times (none on cpu: there SGLang 0.5.21 keeps what it is asked to release).
     deterministic_server_args: those of one whose answers must not depend on what else it answers.
     deterministic_attention: its attention backends; most_deterministic_tp: its largest tensor-parallel size, if there is one.
-    lora_server_args: those of one that takes LoRA adapters.
+    lora_server_args: those of one that takes LoRA adapters. refused_server_args: flags with which none comes up.
     env: variables that every rank and server starts with. conflicts: with what a user's own environment may have.
     chunk_elements: float32 elements of a temporary, where work may be cut: enough to keep a device busy; on a CPU, few
     enough to stay in memory that is at hand, since fresh pages cost more than arithmetic.
@@ -139,6 +186,7 @@ class Platform:
     deterministic_server_args: tuple[str, ...] = ()
     deterministic_attention: tuple[str, ...] = ()
     lora_server_args: tuple[str, ...] = ()
+    refused_server_args: tuple[Refused, ...] = ()
     most_deterministic_tp: int | None = None
     chunk_elements: int = 16 * 2**20
     micro_batch_tokens: int | None = None
@@ -232,6 +280,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             serves_float32=True,
             serves_latents=False,
             lora_server_args=("--lora-backend", "torch_native"),
+            refused_server_args=CPU_REFUSED,
             fuses_shared_experts=False,
             tensor_hash="sha256",
             pads_weights=True,

@@ -81,6 +81,14 @@ def _undoing_flags(recipe: Recipe) -> list[str]:
     return found
 
 
+def _refused(recipe: Recipe) -> list[str]:
+    """Words of rollout.server_args with which no server comes up on the platform, and why."""
+    platform = _platform(recipe)
+    adapters = platform.lora_server_args if recipe.actor.lora is not None and recipe.sync.lora == "adapters" else ()
+    words = (*adapters, *recipe.rollout.server_args)
+    return [f"{', '.join(hits)} ({each.why})" for each in platform.refused_server_args if (hits := each.found(words))]
+
+
 def _too_large(recipe: Recipe) -> bool:
     most = _platform(recipe).most_deterministic_tp
     return most is not None and recipe.rollout.tp > most
@@ -137,6 +145,12 @@ SERVER_UNREAD: tuple[Unread, ...] = (
 
 SERVER_CONTRADICTIONS: tuple[Contradiction, ...] = (
     *DETERMINISTIC_CONTRADICTIONS,
+    Contradiction(
+        "rollout.server_args",
+        lambda r, _: bool(_refused(r)),
+        lambda r: f"on {_platform(r).name} no server comes up with these flags. Remove {'; '.join(_refused(r))}",
+        (Recipe,),
+    ),
     Contradiction(
         "rollout.deterministic",
         lambda r, _: r.rollout.deterministic and r.rollout.external is not None,

@@ -461,6 +461,24 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
             ["rollout.server_args=[--delete-ckpt-after-loading]"],
             "--delete-ckpt-after-loading (the model's folder is read again)",
         ),
+        *(
+            ([f"rollout.server_args=[{words}]"], f"on cpu no server comes up with these flags. Remove {named}")
+            for words, named in (
+                ("--tokenizer-worker-num, '2'", "--tokenizer-worker-num 2 (its workers load SGLang anew"),
+                ("--dp-size=2", "--dp-size 2 (SGLang wants a NUMA node"),
+                ("--data-parallel-size, '4', --log-level, info", "--data-parallel-size 4 (SGLang wants a NUMA node"),
+                ("--speculative-algorithm=NGRAM", "--speculative-algorithm (tokens are guessed"),
+                ("--enable-hierarchical-cache", "--enable-hierarchical-cache (what it keeps"),
+                ("--enable-torch-compile", "--enable-torch-compile (the attention"),
+                ("--enable-lora, --lora-backend, triton", "--enable-lora (adapters are computed"),
+                ("--lora-paths, a=/a", "--lora-paths (adapters are computed"),
+                (
+                    "--enable-torch-compile, --dp-size, '2'",
+                    "--dp-size 2 (SGLang wants a NUMA node for each copy of the model; rollout.servers has a server for each); "
+                    "--enable-torch-compile (",
+                ),
+            )
+        ),
         (
             [*DETERMINISTIC, "rollout.kv_tokens=69631"],
             "Set rollout.kv_tokens to 69632 or more (rollout.max_running_requests",
@@ -506,6 +524,10 @@ def test_the_best_may_be_known_by_whatever_the_run_writes(recipe_file: Path, met
 
 def test_flags_of_the_server_that_megarl_does_not_set_are_welcome(recipe_file: Path) -> None:
     assert load_recipe(recipe_file, ["rollout.server_args=[--chunked-prefill-size, '512']"])
+    for words in ("--dp-size, '1', --tokenizer-worker-num=1", "--enable-lora, --lora-backend=torch_native"):
+        assert load_recipe(recipe_file, [f"rollout.server_args=[{words}]"])
+    only_there = "--dp-size, '2', --enable-torch-compile, --speculative-algorithm=NGRAM, --enable-lora"
+    assert load_recipe(recipe_file, ["cluster.platform=cuda", f"rollout.server_args=[{only_there}]"])
     keys = [key for key in OWNED_FLAGS.values() if not key.startswith("nothing")]
     flags = Schema(type(load_recipe(recipe_file).recipe))
     assert all(flags.node(tuple(key.split("."))) is not None for key in keys)
