@@ -1,7 +1,8 @@
 """The end of a process's log, for an error: what it said last of its own, without what libraries always say.
 
 Left out are warnings, progress bars, lines that are known to mean nothing, and stack traces of what only happens because
-the process or its run is ending. A file is never read as a whole.
+the process or its run is ending, or because another process has told in the same log why it ends. A file is never read as a
+whole.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ AT_THE_END = re.compile(
     r"^(\w+\.)*(KeyboardInterrupt|SystemExit|CancelledError|BrokenPipeError|GeneratorExit)\b|/freeze_gc", re.MULTILINE
 )
 FRAMES_AT_THE_END = ("multiprocessing/resource_tracker.py", "multiprocessing/util.py", "weakref.py", "in __del__")
+# In the trace of what a process of SGLang ends with: its own words, or Python's frame where nobody caught it. And in that of the
+# process that waited for it, which knows only how it was ended, and names the kernel's out-of-memory killer whatever it was.
+TOLD = re.compile(r"hit an exception: |, in _bootstrap$", re.MULTILINE)
+FRAME_OF_WAITING = ", in _wait_for_scheduler_ready"
 
 
 def last_lines(path: Path, lines: int) -> str:
@@ -65,13 +70,14 @@ def lines_with(path: Path, pattern: re.Pattern[str], lines: int = 5) -> list[str
 def without_noise(lines: list[str]) -> list[str]:
     """The lines without those that mean nothing; blank ones go as well."""
     kept: list[str] = []
-    index = 0
+    index, told = 0, False
     while index < len(lines):
         line = lines[index]
         end = _end_of_trace(lines, index)
         if end > index:
             trace = lines[index:end]
-            if not _is_ending(trace):
+            told = told or bool(TOLD.search("\n".join(trace)))
+            if not _is_ending(trace) and not (told and any(line.endswith(FRAME_OF_WAITING) for line in trace)):
                 kept += [each for each in trace if each.strip() and not re.fullmatch(r"[\s^~]+", each)]
             index = end
         elif WARNING.match(line):

@@ -75,6 +75,44 @@ def test_a_trace_chained_to_another_stays_whole(tmp_path: Path) -> None:
     assert own_words(log) == (chained + middle + second).rstrip()
 
 
+# Of a server whose scheduler failed as it started: the process that waited for it speaks last.
+WAITED = """\
+[2026-11-29 08:41:35] Received sigquit from a child process. It usually means the child failed.
+Traceback (most recent call last):
+  File "/venv/sglang/srt/entrypoints/engine.py", line 1922, in _wait_for_scheduler_ready
+    data = scheduler_pipe_readers[i].recv()
+EOFError
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "/venv/sglang/srt/entrypoints/engine.py", line 953, in wait_for_ready
+    infos = _wait_for_scheduler_ready(scheduler_pipe_readers, scheduler_procs)
+  File "/venv/sglang/srt/entrypoints/engine.py", line 1924, in _wait_for_scheduler_ready
+    raise _scheduler_died_error(i, scheduler_procs[i])
+RuntimeError: Rank 0 scheduler died (exit code: -9). If exit code is -9 (SIGKILL), a common cause is the OS OOM killer.
+"""
+
+
+UNCAUGHT = """\
+Process Process-1:
+Traceback (most recent call last):
+  File "/usr/lib/python3.11/multiprocessing/process.py", line 314, in _bootstrap
+    self.run()
+RuntimeError: opentelemetry package is not installed!!!
+"""
+
+
+@pytest.mark.parametrize("fault", [FAULT, UNCAUGHT])
+def test_who_waited_for_a_process_that_told_why_it_ends_says_nothing(tmp_path: Path, fault: str) -> None:
+    log = tmp_path / "server_0.log"
+    log.write_text(f"{NOISE}{fault}{WAITED}")
+    assert own_words(log) == fault + WAITED.splitlines()[0]
+    # One that is killed tells nothing, and how it was ended is all that there is.
+    log.write_text(f"{NOISE}{WAITED}")
+    assert own_words(log, 1) == WAITED.splitlines()[-1]
+
+
 @pytest.mark.parametrize("said", ["7", "[1] a:1: ", "[W1122 1 1"])
 def test_a_line_that_a_model_has_filled_is_read_as_fast_as_others(tmp_path: Path, said: str) -> None:
     """It took minutes to hours, just when somebody wanted to know what had failed."""
