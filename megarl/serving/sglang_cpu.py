@@ -35,8 +35,14 @@ LORA = "--enable-lora"
 DISABLE = "TORCH_COMPILE_DISABLE"  # torch's own: 1 for nothing is compiled
 # What is to be compiled and never is, by SGLang's names: in the first two torch's compiler meets the stand-in for triton, and
 # ends. In the third, which masks token ids where the vocabulary is sharded, it finds nothing to save, and each rank of a server
-# would spend ten seconds of a core on it at its first request.
-UNCOMPILED = ("biased_grouped_topk_impl", "swiglu_gpt_oss_sigmoid_alpha", "get_masked_input_and_mask")
+# would spend ten seconds of a core on it at its first request. So would whoever first asks for a repetition penalty, for the
+# fourth: one product or quotient of each logit, to the same bits.
+UNCOMPILED = (
+    "biased_grouped_topk_impl",
+    "swiglu_gpt_oss_sigmoid_alpha",
+    "get_masked_input_and_mask",
+    "apply_scaling_penalties",
+)
 # Packages of torch of which SGLang and transformers name decorators and classes as they load, for what no server here does:
 # compile, shard by DTensor, attend by FlexAttention. They take more than half a second of each start, with sympy below them.
 ONLY_NAMED = (

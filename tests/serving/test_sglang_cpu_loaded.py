@@ -13,14 +13,15 @@ import pytest
 from megarl.core.platform import get_platform
 
 # In processes of their own: SGLang's modules stay where they were imported.
-NORMS, LINEARS, NAMES = (f"tests.serving.sglang_{name}" for name in ("norms", "linears", "names"))
+MODULES = [f"tests.serving.sglang_{name}" for name in ("norms", "linears", "names", "penalties")]
+NORMS, LINEARS, NAMES, PENALTIES = MODULES
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What the process says of itself, and what went wrong in the copies of it."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.serving.alone", NORMS, LINEARS, NAMES],
+        [sys.executable, "-W", "ignore", "-m", "tests.serving.alone", *MODULES],
         env={**os.environ, **get_platform("cpu").env},
         capture_output=True,
         text=True,
@@ -54,3 +55,8 @@ def test_products_are_those_of_the_weights_last_loaded(found: dict[str, Any]) ->
 def test_shared_memory_of_a_server_is_named_as_who_starts_it_expects(found: dict[str, Any]) -> None:
     """A server that is killed as it starts leaves it, and no process is there to ask."""
     assert found[NAMES] == ""
+
+
+def test_a_repetition_penalty_is_computed_at_once(found: dict[str, Any]) -> None:
+    """The first request that asks for one waited ten seconds of a core for torch's compiler."""
+    assert found[PENALTIES] == ""
