@@ -28,6 +28,7 @@ from megarl.cluster.slots import Slot, reserve
 from megarl.core import janitor
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.exit_codes import FAULT
+from megarl.core.interrupts import is_termination
 from megarl.core.loading import as_if_missing
 from megarl.core.log import get_logger
 from megarl.core.platform import Platform
@@ -256,14 +257,26 @@ def _init(where: str, **settings: Any) -> None:
 def _own_signals() -> Iterator[None]:
     """Keeps SIGTERM's handler: Ray puts one of its own there, which ends the process with an exit code of its own.
 
-    And keeps Ray's processes from SIGHUP, as Ray itself keeps them from Ctrl-C: a terminal that is closed sends it to all in
-    its foreground, and without them nothing could be ended in order. They inherit that it is blocked, and their workers do.
+    What that one has raised by then is a SIGTERM for ours. And keeps Ray's processes from SIGHUP, as Ray itself keeps them from
+    Ctrl-C: a terminal that is closed sends it to all in its foreground, and without them nothing could be ended in order. They
+    inherit that it is blocked, and their workers do.
     """
     on_terminate = signal.getsignal(signal.SIGTERM)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_terminate)
+
+    try:
+        try:
+            yield
+        finally:
+            restore()
+    except SystemExit as end:
+        restore()  # it may have come while the other was under way
+        if is_termination(end):
+            signal.raise_signal(signal.SIGTERM)
+        raise
+    finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what came meanwhile is heard now

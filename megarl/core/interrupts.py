@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Coroutine
@@ -21,6 +22,8 @@ from megarl.core.errors import InterruptError
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 # Whoever starts this process may send on what the terminal has sent already: that is one Ctrl-C, and not two.
 SAME_S = 1.0
+# By then whatever has dropped a signal's exception is through, as a rule: otherwise it is dropped, and raised, once more.
+AGAIN_S = 0.05
 
 
 def heeded() -> tuple[signal.Signals, ...]:
@@ -44,6 +47,8 @@ class Interrupts:
 
     The first one is raised as a KeyboardInterrupt. Later ones are ignored, as the work is on its way out, but for a Ctrl-C
     of somebody who does not want to wait: it ends the process at once. quiet: nothing is taken apart, nor is that said.
+
+    Python drops whatever leaves a `__del__` or a hook of a fork, and tells `sys.unraisablehook`: the signal is raised again then.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -51,15 +56,23 @@ class Interrupts:
         self._quiet = quiet
         self._since = 0.0
         self._before: dict[int, signal._HANDLER] = {}
+        self._told_before = sys.unraisablehook
+        self._pid = 0  # a fork has these handlers too, for a moment, and is not the one that listens
 
     def __enter__(self) -> Interrupts:
         # Only the main thread may set handlers, and only it gets signals.
         if threading.current_thread() is threading.main_thread():
             for number in heeded():
                 self._before[number] = signal.signal(number, self._heard)
+            self._told_before, sys.unraisablehook = sys.unraisablehook, self._dropped
+            self._pid = os.getpid()
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._pid:
+            sys.unraisablehook = self._told_before
+        if signal.SIGALRM in self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, before in self._before.items():
             signal.signal(number, before)
 
@@ -75,6 +88,28 @@ class Interrupts:
         if number == signal.SIGINT and now - self._since > SAME_S:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
+
+    def _dropped(self, told: sys.UnraisableHookArgs) -> None:
+        error = told.exc_value
+        of_signal = isinstance(error, KeyboardInterrupt) if self.number is not None else is_termination(error)
+        main = threading.current_thread() is threading.main_thread() and os.getpid() == self._pid
+        if not (of_signal and main):
+            self._told_before(told)
+            return
+        # Not here, where it would be dropped as well; and by the timer, as its signal wakes the main thread wherever it waits.
+        before = signal.signal(signal.SIGALRM, self._again)
+        self._before.setdefault(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+
+    def _again(self, number: int, frame: FrameType | None) -> None:
+        if self.number is None:
+            self._heard(signal.SIGTERM, frame)
+        raise KeyboardInterrupt
+
+
+def is_termination(error: BaseException | None) -> bool:
+    """Whether it is what Ray makes of SIGTERM, by a handler that it sets as it starts: `sys.exit` with the signal's number."""
+    return isinstance(error, SystemExit) and error.code == signal.SIGTERM
 
 
 def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:

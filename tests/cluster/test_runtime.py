@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -17,6 +19,7 @@ from megarl.core.errors import UserError
 from megarl.core.janitor import RUN_ID_VARIABLE, processes_of
 from megarl.core.platform import Platform
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
+from tests.support.processes import heed_interrupts
 
 
 def unused_address() -> str:
@@ -93,3 +96,57 @@ def test_a_ray_that_was_too_slow_is_started_once_more(
         assert not runtime.nodes.services.ended()
     assert "It is started once more" in caplog.text and DASHBOARD not in looked_for
     assert processes_of(run_id) == []
+
+
+# Waits in the midst of Ray's start: where Ray waits for its node, or in a hook of a fork, where Python drops exceptions.
+STARTING = """
+import os, signal, sys, time
+from pathlib import Path
+from megarl.cluster.runtime import Runtime
+from megarl.core.interrupts import Interrupts, as_error
+from ray._private import services
+from tests.support.platforms import chosen
+waited = False
+def wait(*words):
+    global waited
+    if not waited and signal.getsignal(signal.SIGTERM).__module__.startswith("ray."):
+        waited = True
+        print("up", flush=True)
+        time.sleep(60)
+    return real(*words)
+real = {real}
+with Interrupts():
+    try:
+        {hook}
+        with Runtime.start(chosen(), Path(sys.argv[1]), 1):
+            print("started")
+    except KeyboardInterrupt as error:
+        print(as_error(error).exit_code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("real", "hook"),
+    [("services.get_node", "services.get_node = wait"), ("int", "os.register_at_fork(before=wait)")],
+    ids=["where Ray waits", "where exceptions are dropped"],
+)
+def test_sigterm_while_ray_starts_is_heard_as_ever(real: str, hook: str, tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if name != RAY_ADDRESS_VARIABLE}
+    short = Path(tempfile.mkdtemp())  # Ray's sockets are in it
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTING.format(real=real, hook=hook), str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**env, "TMPDIR": str(short)},
+        preexec_fn=heed_interrupts,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "143\n"), error
+    assert error.count("megarl: SIGTERM: ending everything in order") == 1 and "Exception ignored" not in error
+    assert [child for child in started if child.is_running()] == []
+    short.rmdir()  # nothing is in it

@@ -65,6 +65,51 @@ def test_a_reader_that_the_same_ctrl_c_has_ended_makes_no_other_error_of_it() ->
     process.stdout.close()
 
 
+# Waits where Python drops every exception, and then where it does not.
+DROPPING = """
+import os, signal, sys, time
+from megarl.core.interrupts import Interrupts, as_error
+def wait():
+    print("up", flush=True)
+    time.sleep(60)
+class Closes:
+    def __del__(self):
+        wait()
+with Interrupts():
+    try:
+        {drops}
+        time.sleep(60)
+        print("lost")
+    except KeyboardInterrupt as error:
+        print(as_error(error).exit_code)
+    try:
+        time.sleep(0.2)
+    except KeyboardInterrupt:
+        print("twice")
+print(signal.getsignal(signal.SIGALRM) is signal.SIG_DFL, sys.unraisablehook is sys.__unraisablehook__)
+"""
+# A process is started in the way that has Python call the hooks of a fork.
+FORKS = ("os.register_at_fork(before=wait)", "__import__('subprocess').run(['true'], preexec_fn=int)")
+
+
+@pytest.mark.parametrize("drops", ["Closes()", "; ".join(FORKS)], ids=["of an object", "of a fork"])
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_whose_exception_python_has_dropped_is_raised_again(number: signal.Signals, drops: str) -> None:
+    process = start(DROPPING.format(drops=drops))
+    process.send_signal(number)
+    out, error = process.communicate(timeout=10)
+    assert out == f"{128 + number}\nTrue True\n"
+    assert error == f"\nmegarl: {number.name}: ending everything in order (Ctrl-C again: at once)\n"
+
+
+def test_other_errors_that_python_drops_are_told_of_as_ever() -> None:
+    process = start(DROPPING.format(drops="type('Fails', (), {'__del__': lambda it: {}[0]})(); wait()"))
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=10)
+    assert out == "130\nTrue True\n" and error.count("Exception ignored in: <function <lambda>") == 1
+    assert "KeyError: 0" in error
+
+
 # Says what came of its work, and with which number it ends.
 LOOPING = """
 import asyncio
