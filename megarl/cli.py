@@ -1,119 +1,13 @@
-"""The command line: which commands there are (one file each in megarl/commands), and how an error leaves."""
+"""Where the megarl command begins. All that it loads comes after the signals are listened to: command_line.py."""
 
 from __future__ import annotations
 
-import errno
-import gc
-import io
-import logging
-import os
-import sys
-from contextlib import suppress
-from typing import Any
-
-import typer
-from typer.core import TyperGroup
-
-from megarl.commands import (
-    convert,
-    doctor,
-    evaluate,
-    plan,
-    profile,
-    quickstart,
-    recipe,
-    replay,
-    report,
-    serve,
-    submit,
-    supervised,
-    train,
-)
-from megarl.core.errors import MegarlError, UserError
-from megarl.core.exit_codes import FAULT
-from megarl.core.interrupts import Interrupts, as_error
-from megarl.core.log import visible
-from megarl.core.terminal import outlive_terminal
-
-
-class Commands(TyperGroup):
-    """All commands. Typer itself ends with 130 at a KeyboardInterrupt, and says nothing."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command. Raises InterruptError where a signal ended it, UserError where there is no place to be."""
-        try:
-            os.getcwd()
-        except FileNotFoundError as error:
-            raise UserError("The working directory has been removed. Change into one that is there.") from error
-        with Interrupts():
-            try:
-                return super().invoke(ctx)
-            except KeyboardInterrupt as error:
-                raise as_error(error) from None
-
-
-app = typer.Typer(
-    cls=Commands,
-    help="Reinforcement-learning post-training of large language models on Megatron-core, SGLang and Ray.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
-app.command()(train.train)
-app.command()(supervised.sft)
-app.command()(supervised.rm)
-app.command()(supervised.dpo)
-app.command()(supervised.kto)
-app.command(name="eval")(evaluate.evaluate)
-app.command()(replay.replay)
-app.command()(report.report)
-app.command()(serve.serve)
-app.command()(plan.plan)
-app.command()(profile.profile)
-app.command()(doctor.doctor)
-app.command()(quickstart.quickstart)
-app.add_typer(recipe.app, name="recipe")
-app.add_typer(convert.app, name="convert")
-app.add_typer(submit.app)  # submit, status, logs, cancel
-
-
-def main() -> None:
-    """A command. What an exit code means stands in docs/exit_codes.md; no stack trace for an expected error."""
-    outlive_terminal()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Texts of models and names of files have letters that the encoding of the output may lack: no reason to end a run.
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        app(standalone_mode=True)
-    except MegarlError as error:
-        with suppress(OSError):  # nobody reads any more: the exit code says it
-            print(f"megarl: {visible(error.told())}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        # Of a write, the system does not say to what; what a run writes is told by run/ending.
-        what = error.filename or "what this command writes, or the file that its output goes into"
-        with suppress(OSError):
-            print(f"megarl: A disk is full: {what}: {error.strerror}. Make room there.", file=sys.stderr, flush=True)
-        sys.exit(FAULT)
+from megarl.core.end_signals import end_at_once
 
 
 def entry() -> None:
-    """A process that is this command alone.
+    """A process that is this command alone."""
+    end_at_once()
+    from megarl.command_line import run
 
-    Where it has failed, and Ray was there, it ends at once: left while actors begin, Ray's threads crash as Python ends.
-    Otherwise Python ends it, and would look through all that was loaded for garbage, several times: a second after a run.
-    """
-    try:
-        main()
-    except SystemExit as end:
-        if not (isinstance(end.code, int) and end.code and "ray" in sys.modules):
-            raise
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # nobody reads any more
-                stream.flush()
-        os._exit(end.code)
-    finally:
-        gc.freeze()
+    run()

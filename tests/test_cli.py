@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megarl import cli
-from megarl.core.errors import MegarlError
+import megarl
+from megarl import command_line
+from megarl.core.end_signals import SIGNALS
+from megarl.core.errors import InterruptError, MegarlError
+from tests.support.processes import heed_interrupts
 
 CODE = """
 import atexit, gc, sys
@@ -55,9 +59,9 @@ def test_what_an_error_quotes_moves_no_cursor(
     def fails(**_: object) -> None:
         raise MegarlError("no sample can be used.\nThe first: no answer in \x1b[2J")
 
-    monkeypatch.setattr(cli, "app", fails)
+    monkeypatch.setattr(command_line, "app", fails)
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        command_line.main()
     assert end.value.code == 1
     assert capsys.readouterr().err == "megarl: no sample can be used.\nThe first: no answer in \\x1b[2J\n"
 
@@ -102,3 +106,76 @@ def test_a_full_disk_below_the_output_is_told_in_a_sentence() -> None:
         )
     assert done.returncode == 1 and done.stderr.startswith("megarl: A disk is full: "), done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+# The command, or what it begins with, waits as it finds a module; the signal of a shell that has just started it comes then.
+BEGINNING = """
+import sys, time
+class Waits:
+    def find_spec(name, path=None, target=None):
+        if name == "{module}":
+            sys.meta_path.remove(Waits)
+            print("up", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Waits)
+sys.argv = ["megarl", "recipe", "list"]
+{begin}
+"""
+SCRIPT = "from megarl.cli import entry; sys.exit(entry())"
+# Typer has the command by then, and would end with 130 and no word at a KeyboardInterrupt.
+IN_TYPER = (
+    """
+import typer.main
+real = typer.main.get_command
+def waits(app):
+    print("up", flush=True)
+    time.sleep(60)
+    return real(app)
+typer.main.get_command = waits
+"""
+    + SCRIPT
+)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(
+    ("module", "begin"),
+    [
+        ("megarl.command_line", SCRIPT),
+        ("megarl.commands.submit", "import runpy; runpy.run_module('megarl', run_name='__main__')"),
+        ("", IN_TYPER),
+    ],
+    ids=["as the script begins", "while commands load", "in typer"],
+)
+def test_a_signal_in_the_first_moments_is_one_sentence(number: signal.Signals, module: str, begin: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGINNING.format(module=module, begin=begin)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.send_signal(number)
+    out, error = process.communicate(timeout=10)
+    assert (process.returncode, out) == (128 + number, "")
+    assert error == f"megarl: {InterruptError(number)}\n" and error.count("\n") == 1
+
+
+def test_a_signal_that_is_ignored_stays_so_in_the_first_moments() -> None:
+    """As nohup has it of SIGHUP, and a shell of Ctrl-C for what it starts in the background."""
+    code = "import signal\nfrom megarl.core.end_signals import end_at_once, SIGNALS\nend_at_once()\n"
+    code += "print([signal.getsignal(each) == signal.SIG_IGN for each in SIGNALS])"
+    ignoring = [sys.executable, "-c", f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{code}"]
+    done = subprocess.run(ignoring, capture_output=True, text=True, check=True, preexec_fn=heed_interrupts)
+    assert done.stdout == "[True, False, False]\n"
+
+
+def test_what_comes_before_signals_are_heard_is_tiny() -> None:
+    """Of megarl next to nothing, and of the rest what Python itself has loaded as it begins, or nearly so."""
+    code = "import os, re, sys; there = set(sys.modules); import megarl.cli; print(*sorted(set(sys.modules) - there))"
+    root = Path(megarl.__file__).parent.parent
+    # -S: without what an installation loads, as an editable one does, before it begins.
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    ours = {"megarl", "megarl.cli", "megarl.core", "megarl.core.end_signals"}
+    assert ours <= set(done.stdout.split()) <= ours | {"__future__", "contextlib", "signal", "_signal"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megarl.cli import main
+from megarl.command_line import main
 
 if __name__ == "__main__":
     sys.argv[1:1] = ["convert"]

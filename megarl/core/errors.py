@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from megarl.core.end_signals import interrupted_by
 from megarl.core.exit_codes import FAULT, REFUSED, STOPPED
 
 
@@ -82,10 +82,7 @@ class InterruptError(MegarlError):
     """A signal has ended the command: Ctrl-C, SIGTERM or SIGHUP. Its exit code is 128 + the signal's number, as shells say it."""
 
     def __init__(self, number: int) -> None:
-        name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
-        if number == signal.SIGHUP:
-            name += ", as of a terminal that was closed. A command that is started by nohup, or in tmux, outlives its terminal"
-        super().__init__(f"interrupted by {name}.")
+        super().__init__(interrupted_by(number))
         self.exit_code = 128 + number
 
 

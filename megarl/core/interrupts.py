@@ -16,19 +16,13 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from megarl.core.end_signals import SIGNALS, heeded
 from megarl.core.errors import InterruptError
 
-# SIGHUP is of a terminal that was closed, as by a lost connection.
-SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 # Whoever starts this process may send on what the terminal has sent already: that is one Ctrl-C, and not two.
 SAME_S = 1.0
 # By then whatever has dropped a signal's exception is through, as a rule: otherwise it is dropped, and raised, once more.
 AGAIN_S = 0.05
-
-
-def heeded() -> tuple[signal.Signals, ...]:
-    """The signals that end this process: whoever starts it in the background may have it ignore Ctrl-C, and nohup SIGHUP."""
-    return tuple(number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
 
 
 def as_error(cause: KeyboardInterrupt) -> InterruptError:

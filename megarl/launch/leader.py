@@ -25,8 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Literal
 
+from megarl.core.end_signals import heeded
 from megarl.core.errors import DeadlineError, MegarlError, StoppedError
-from megarl.core.interrupts import heeded
 from megarl.core.ports import kept_port
 from megarl.core.ray_env import AGAIN_VARIABLE, FEW_EVENTS, HEALTH_CHECKS, RAY_ADDRESS_VARIABLE, RAY_NODES_VARIABLE
 from megarl.core.stop import STOP_SIGNAL, held_back

@@ -37,6 +37,7 @@ ROOMS = (
     "run",
     "launch",
     "commands",
+    "command_line",
     "cli",
     "__main__",
 )
@@ -70,6 +71,7 @@ WITHOUT_TORCH = (
     "run",
     "launch",
     "commands",
+    "command_line",
     "cli",
 )
 MAX_FILE_LINES = 400
@@ -144,7 +146,7 @@ def test_rooms_without_torch_do_not_name_it_when_they_load() -> None:
 def test_preflight_and_doctor_load_without_torch() -> None:
     """Also not by way of another module."""
     code = (
-        "import sys, megarl.run.preflight, megarl.commands.doctor, megarl.cli\n"
+        "import sys, megarl.run.preflight, megarl.commands.doctor, megarl.command_line\n"
         "print(*sorted({'torch', 'megatron', 'ray', 'transformers', 'sglang'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

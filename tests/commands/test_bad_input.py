@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import main
+from megarl.command_line import main
 from tests.support.bad_input import ALL, PAIRS, Bad, Place, good_place, pairs_place
 from tests.support.tiny import write_tiny_qwen
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from megarl.cli import app
+from megarl.command_line import app
 from megarl.recipe.load import load_recipe
 
 LONG = "/models/" + "in_a_folder_with_a_long_name_" * 5 + "of [4 billion]"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megarl.cli import app
+from megarl.command_line import app
+from megarl.core.end_signals import SIGNALS
 from megarl.core.errors import InterruptError, MegarlError, UserError
-from megarl.core.interrupts import SIGNALS
 from megarl.launch.record import Submission
 
 LONG = "a_run_with_a_name_that_is_longer_than_what_a_narrow_terminal_has_for_it"

@@ -17,7 +17,7 @@ SOURCES = ("megarl", "recipes", "launch", "tools", "setup.py", "pyproject.toml",
 HELP = """if True:
     import megarl, sys, typer.main
     from typer.testing import CliRunner
-    from megarl.cli import app
+    from megarl.command_line import app
     assert megarl.__file__.startswith(sys.prefix), megarl.__file__
     def walk(command, words):
         result = CliRunner().invoke(app, [*words, "--help"])

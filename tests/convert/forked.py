@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from rich.console import Console
 
-from megarl import cli
+from megarl import command_line
 from megarl.convert import convert, processes, worker
 from megarl.convert.convert import Outcome, Settings, make_layout
 from megarl.convert.job import Job, Message, parse_message
@@ -71,7 +71,7 @@ class Conversions:
             redirect_stderr(error),
         ):
             try:
-                cli.main()
+                command_line.main()
             except SystemExit as end:
                 code = int(end.code or 0)
         return code, out.getvalue(), " ".join(error.getvalue().split())

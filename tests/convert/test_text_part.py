@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from megarl import cli
+from megarl import command_line
 from megarl.convert import tensor_copy
 from megarl.convert.text_part import into_multimodal, text_part
 from megarl.core.errors import UserError
@@ -96,7 +96,7 @@ def command(*words):
     argv = ["megarl", "convert", *map(str, words)]
     with patch.object(sys, "argv", argv), redirect_stdout(out), redirect_stderr(error):
         try:
-            cli.main()
+            command_line.main()
         except SystemExit as end:
             code = int(end.code or 0)
     return code, out.getvalue(), " ".join(error.getvalue().split())

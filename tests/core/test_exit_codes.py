@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from megarl import cli
+from megarl import command_line
 from megarl.core import errors
+from megarl.core.end_signals import SIGNALS
 from megarl.core.errors import InterruptError, MegarlError
 from megarl.core.exit_codes import EXIT_CODES, render
-from megarl.core.interrupts import SIGNALS
 
 ROOT = Path(__file__).parents[2]
 CODES = {row.code for row in EXIT_CODES}
@@ -59,7 +59,7 @@ def test_a_command_ends_with_its_code(
     inherited = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
     try:
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            command_line.main()
         assert [signal.getsignal(number) for number in SIGNALS] == [signal.default_int_handler] * len(SIGNALS)
     finally:
         for number, handler in inherited.items():
@@ -72,5 +72,5 @@ def test_a_command_ends_with_its_code(
 def test_a_wrong_command_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["megarl", "train", "--no-such-option"])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        command_line.main()
     assert ended.value.code == 2

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megarl.core.interrupts import SIGNALS
+from megarl.core.end_signals import SIGNALS
 from tests.support.processes import heed_interrupts
 
 # Takes itself apart for ever once it was interrupted; says when it begins.

@@ -21,7 +21,7 @@ import pytest
 from typer.testing import CliRunner
 
 import megarl
-from megarl.cli import app
+from megarl.command_line import app
 from megarl.core.errors import MegarlError
 from megarl.recipe.load import KINDS
 from tests.support.dry import driver

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from megarl.cli import app
+from megarl.command_line import app
 from megarl.recipe.load import load_recipe
 from tests.docs.pages import DOCS, ROOT, blocks, commands, follow
 from tests.support.dry.world import SIZES

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from megarl.core.end_signals import SIGNALS
 from megarl.core.errors import MegarlError, StoppedError
-from megarl.core.interrupts import SIGNALS
 from megarl.core.stop import STOP_SIGNAL
 from megarl.launch.leader import Allocation, Event, Leader, Nodes, Plan, requeue
 from megarl.launch.words import Message

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from megarl.cli import app
+from megarl.command_line import app
 from megarl.core.errors import UserError
 from megarl.models.known_configs import known_config
 from megarl.placement.cluster import Cluster, make_cluster

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megarl.cli import app
+from megarl.command_line import app
 from megarl.core.errors import UserError
 from megarl.recipe.algorithm_rules import learning_notes
 from megarl.recipe.check import check_functions, unread_keys

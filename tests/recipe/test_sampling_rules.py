@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 from typer.testing import CliRunner
 
-from megarl.cli import app
+from megarl.command_line import app
 from megarl.core.errors import UserError
 from megarl.recipe.algorithm import Correction
 from megarl.recipe.check import check_functions

@@ -19,8 +19,8 @@ from typing import Any
 import openai
 import pytest
 
-from megarl.cli import main
 from megarl.cluster.stacks import foreign_stack
+from megarl.command_line import main
 from megarl.core.errors import UserError
 from megarl.core.janitor import kill_all, segments_of
 from megarl.core.scratch import REGISTRY

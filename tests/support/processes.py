@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterable
 
-from megarl.core.interrupts import SIGNALS
+from megarl.core.end_signals import SIGNALS
 
 
 def ended(pids: Iterable[int], within_s: float = 5.0) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megarl.cli import app
+from megarl.command_line import app
 from megarl.core.errors import UserError
 from megarl.models.known_configs import known_config
 from megarl.placement.cluster import Cluster, make_cluster

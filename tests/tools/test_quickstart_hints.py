@@ -8,7 +8,7 @@ from pathlib import Path
 
 from typer.main import get_command
 
-from megarl.cli import app
+from megarl.command_line import app
 
 ROOT = Path(__file__).parents[2]
 

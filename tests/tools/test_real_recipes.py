@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import megarl
-from megarl.cli import app
+from megarl.command_line import app
 from megarl.core.errors import UserError
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE, RAY_NODES_VARIABLE
 from megarl.launch.fit import check_fit
