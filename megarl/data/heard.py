@@ -13,7 +13,7 @@ from megarl.data.rows import Row
 # others; of Mistral.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 CLOSES = ("</think>", "[/THINK]")
-MORE = " and-more"  # is said beside a text, or in its place
+INSTEAD = "something-else"  # is said in the place of a part, or beside it
 Shown = Callable[[Sequence[Message]], str]
 Part = tuple[str, object, Message]  # what to call it, what is said, and the message that says something else
 
@@ -70,25 +70,13 @@ def _renders_as(text: str, messages: Sequence[Message], shown: Shown) -> bool:
 
 
 def _parts(message: Message) -> Iterator[Part]:
-    content = message["content"]
-    closes = next((each for each in CLOSES if each in content), "")
-    opens = closes.replace("/", "")
-    thoughts, _, answer = content.rpartition(closes) if closes else ("", "", content)
-    if closes and opens in thoughts and (first := thoughts.partition(opens)[0].strip()):
-        yield f"what stands before {opens}", first, message | {"content": MORE.strip() + content}
-    if thoughts := thoughts.strip().removeprefix(opens).strip():
-        said = f"{content.rpartition(closes)[0].rstrip()}{MORE}"
-        yield f"what stands before {closes}", thoughts, message | {"content": f"{said}{closes}{answer}"}
-    if answer.strip():
-        yield "its content", answer.strip(), message | {"content": content.rstrip() + MORE}
+    yield from _in_content(message)
     heard: list[object] = []
     for key in REASONING:
-        said = message.get(key)
-        if (
-            said and (not isinstance(said, str) or said.strip()) and said not in heard
-        ):  # under two keys for two templates
-            yield f"its {key}", said, {name: value for name, value in message.items() if name != key}
-            heard.append(said)
+        thoughts = message.get(key)
+        if (thoughts.strip() if isinstance(thoughts, str) else thoughts) and thoughts not in heard:
+            yield f"its {key}", thoughts, {name: value for name, value in message.items() if name != key}
+            heard.append(thoughts)  # the same under another key is for another template
     for number, call in enumerate(message.get(CALLS, ())):
         calls = [*message[CALLS]]
         calls[number] = _another(call)
@@ -96,10 +84,25 @@ def _parts(message: Message) -> Iterator[Part]:
         yield what, call.get("function", call).get("name"), message | {CALLS: calls}
 
 
+def _in_content(message: Message) -> Iterator[Part]:
+    """The content: what it begins with, thoughts and answer, each with more said at its end, or at its beginning."""
+    content = message["content"]
+    closes = next((each for each in CLOSES if each in content), "")
+    opens = closes.replace("/", "")
+    before, _, answer = content.rpartition(closes) if closes else ("", "", content)
+    if closes and opens in before and (first := before.partition(opens)[0].strip()):
+        yield f"what stands before {opens}", first, message | {"content": INSTEAD + content}
+    if thoughts := before.strip().removeprefix(opens).strip():
+        more = f"{before.rstrip()} {INSTEAD}{closes}{answer}"
+        yield f"what stands before {closes}", thoughts, message | {"content": more}
+    if answer.strip():
+        yield "its content", answer.strip(), message | {"content": f"{content.rstrip()} {INSTEAD}"}
+
+
 def _another(call: dict[str, Any]) -> dict[str, Any]:
     """Kimi-K2's template shows a call's id, with the name in it, in the place of the name."""
-    function = {**call.get("function", call), "name": MORE.strip(), "arguments": {MORE.strip(): MORE.strip()}}
-    return call | {"id": MORE.strip(), "function": function} if "function" in call else function | {"id": MORE.strip()}
+    function = {**call.get("function", call), "name": INSTEAD, "arguments": {INSTEAD: INSTEAD}}
+    return call | {"id": INSTEAD, "function": function} if "function" in call else function | {"id": INSTEAD}
 
 
 def _short(said: object, most: int = 60) -> str:
