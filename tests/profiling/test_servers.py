@@ -31,9 +31,11 @@ def test_shared_memory_of_servers_is_removed_where_a_profile_is_killed(
 ) -> None:
     monkeypatch.setattr(servers, "ServerProcess", FakeProcess)
     monkeypatch.setattr(servers, "RouterProcess", FakeProcess)
-    monkeypatch.setattr(servers, "start_all", lambda processes, deadline_s: None)
     scratch: Any = SimpleNamespace(run_id="r", registry=tmp_path / "shared_memory.txt")
+    before = []
+    monkeypatch.setattr(servers, "start_all", lambda *_: before.extend(scratch.registry.read_text().split()))
     with servers.serving(tmp_path, "float32", get_platform("cpu"), 2, tmp_path, 1.0, scratch) as pool:
-        assert scratch.registry.read_text().split() == ["sglang_loads"]
+        assert before == ["sglang_loads"]
+        assert set(scratch.registry.read_text().split()) == {"sglang_loads"}
         places = [each.place for each in (*pool.servers, pool.router)]  # type: ignore[attr-defined]
         assert all(place.env[RUN_ID_VARIABLE] == "r" for place in places)
