@@ -21,10 +21,8 @@ COMMON: Only = MappingProxyType(
         "hidden_act": ("silu", "another activation"),
         "partial_rotary_factor": (1.0, "RoPE over a part of each head"),
         "is_causal": (True, "attention to later tokens"),
-        "final_logit_softcapping": (
-            None,
-            "soft-capped logits",
-        ),  # SGLang caps those of any family, transformers Gemma's
+        # SGLang caps logits of any family, and transformers Gemma's.
+        "final_logit_softcapping": (None, "soft-capped logits"),
     }
 )
 

@@ -87,9 +87,8 @@ def _by_position(fields: Fields, unsaid: Mapping[str, Any] | None, rope: Rope) -
             BETA, None, "a number from 0 is wanted in rope_parameters, without which transformers does not compute"
         )
     original = rope.original_positions or part.count(ORIGINAL)
-    if (
-        fields.get(ORIGINAL, original) != original
-    ):  # of RoPE that has no use for it, transformers reads that of the object
+    # Of RoPE that has no use for it, transformers reads that of the object.
+    if fields.get(ORIGINAL, original) != original:
         fields.refuse(
             ORIGINAL, fields.get(ORIGINAL), f"{original}, as in rope_parameters, or none is wanted beside them"
         )
@@ -132,7 +131,7 @@ def read_layered_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope]
 def read_global_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope | None]:
     """Those of global layers, and of local ones, whose positions are never scaled (OLMo-3). Raises UserError.
 
-    So OLMo-3 was trained, and so SGLang and transformers from 5.20 compute it; transformers 5.12 scales all layers.
+    So OLMo-3 was trained, and so SGLang and transformers from 5.23 compute it; transformers 5.12 scales all layers.
     """
     if any(fields.part("rope_parameters").get(kind) is not None for kind in LAYER_KINDS):
         raise UserError(

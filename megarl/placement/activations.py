@@ -65,7 +65,8 @@ class Counting:
         """Whether the layers are Transformer Engine's: no norms behind linears, rotations that differ by layer, or sinks."""
         config = self.config
         wide = config.mla is not None and config.mla.v_dim > config.head_dim
-        return self.kernels.fused and not (config.post_norms or config.local_rope or config.sinks or wide)
+        norms = config.post_norms or config.whole_qk_norm
+        return self.kernels.fused and not (norms or config.local_rope or config.sinks or wide)
 
     @property
     def tokens(self) -> Any:
