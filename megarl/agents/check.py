@@ -87,11 +87,10 @@ def _check_one(recipe: Recipe, agent: Agent, tokenizer: Tokenizer, shared: Share
 
 def _check_tools(template: ChatTemplate, names: Sequence[str], where: str, most: int) -> int:
     """That the model is told of its tools, and of their results: tokens of a short prompt with them. Raises UserError."""
-    ids, text = template.prompt([ASKED])
+    ids, _ = template.prompt([ASKED])
     remedy = "Take a model whose template knows tools, or remove agent.tools, agent.mcp and agent.environment_tools."
-    for name in names:
-        if name not in text:
-            raise UserError(f"agent.tools: the chat template of {where} tells the model nothing of its tools. {remedy}")
+    if template.untold(names):
+        raise UserError(f"agent.tools: the chat template of {where} tells the model nothing of its tools. {remedy}")
     if len(ids) > most:
         raise UserError(
             f"agent.tools, agent.mcp, agent.environment_tools: what the model is told of them takes {len(ids)} tokens of each "

@@ -9,7 +9,7 @@ written are found by `rewritten`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -48,6 +48,7 @@ class ChatTemplate:
         self._tools = list(tools)
         self._special = special_ids(tokenizer)
         self._spelled = Spelled(tokenizer)
+        self._shown: set[str] = set()
         self._ended = self._after(self._text([ASKED, assistant(STAND_IN)], generation_prompt=False))
         end = self._end_of(self._ended)
         # gpt-oss' end an earlier turn as they end the user's, and the last one by a token of its own.
@@ -59,6 +60,24 @@ class ChatTemplate:
         """The first messages up to where the policy's turn begins: ids [P], and their text. Raises TemplateRefusalError."""
         text = self._text(messages, generation_prompt=True)
         return self._spelled.encode(text), text.replace(APART, "")
+
+    def untold(self, names: Sequence[str]) -> str:
+        """The first tool that the template does not name to the policy; empty where it names all."""
+        text = self._text([ASKED], generation_prompt=True) if names else ""
+        return next((name for name in names if name not in text), "")
+
+    def left_out(self, messages: Sequence[Message], text: str) -> str:
+        """What the template shows of no message, calls of tools or their results, in words. text: `prompt`'s, of the messages."""
+        for what, others in _otherwise(messages):
+            if what in self._shown:
+                continue
+            try:
+                if self._text(others, generation_prompt=True) == text:
+                    return what
+            except TemplateRefusalError:  # it looks at them
+                pass
+            self._shown.add(what)
+        return ""
 
     def as_text(self, messages: Sequence[Message]) -> list[Message]:
         """The same messages for `prompt`, in which what they spell of special tokens is text."""
@@ -197,6 +216,14 @@ class ChatTemplate:
 def assistant(content: str) -> Message:
     """What an assistant says."""
     return {"role": "assistant", "content": content}
+
+
+def _otherwise(messages: Sequence[Message]) -> Iterator[tuple[str, list[Message]]]:
+    """Kinds of what messages tell of tools, each with the messages without it."""
+    if any(message.get("tool_calls") for message in messages):
+        yield "calls of tools", [{key: each[key] for key in each if key != "tool_calls"} for each in messages]
+    if any(message["role"] == "tool" and message["content"] for message in messages):
+        yield "what tools gave", [each | {"content": STAND_IN} if each["role"] == "tool" else each for each in messages]
 
 
 def _as_message(call: ToolCall) -> Message:

@@ -23,7 +23,10 @@ def report(folders: Folders, out: Out = None) -> None:
 
     Example: megarl report runs/first runs/second --out compared.html
     """
+    from megarl.core.errors import UserError
     from megarl.report.page import PAGE_FILE
     from megarl.report.show import show_runs
 
+    if out is not None and out.is_dir():
+        raise UserError(f"--out {out} is a folder: name a file, such as {out / PAGE_FILE}.")
     show_runs(folders, out or folders[0] / PAGE_FILE)

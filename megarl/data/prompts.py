@@ -231,7 +231,7 @@ def _digits(number: int | float | Decimal) -> str:
     """
     if isinstance(number, int):
         return str(number)
-    text = format(Decimal(str(number)), "f")
+    text = format(Decimal(str(number or 0.0)), "f")  # of -0.0 too
     return text.rstrip("0").removesuffix(".") if "." in text else text
 
 
@@ -247,7 +247,8 @@ def _final_answer(answer: str, row: Row, key: str) -> str:
 
 def _bound(row: Row) -> int | None:
     """Most tokens of this row's responses, where it says so."""
-    bound = row.fields.get(BOUND_KEY)
+    inner = row.fields.get(METADATA_KEY)
+    bound = row.fields.get(BOUND_KEY, inner.get(BOUND_KEY) if isinstance(inner, dict) else None)
     if bound is None:
         return None
     if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:

@@ -14,10 +14,13 @@ from difflib import get_close_matches
 from glob import escape
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
 from megarl.hub.names import address
+
+if TYPE_CHECKING:
+    import pyarrow
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet", ".pq")
@@ -151,7 +154,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 continue
             where = f"{path}, line {number}"
             try:
-                value = json.loads(line)
+                value = json.loads(line, object_pairs_hook=_object)
                 if b"\\u" in line or b"\xed" in line:  # may be half a character, which no tokenizer takes
                     json.dumps(value, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
@@ -190,15 +193,53 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             _check_columns(path, file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=PARQUET_BATCH):
-                for fields in batch.to_pylist():
+                columns = [_values(path, name, batch.column(name)) for name in batch.schema.names]
+                for values in zip(*columns, strict=True):
                     number += 1
-                    yield Row(path, number, fields)
+                    yield Row(path, number, dict(zip(batch.schema.names, values, strict=True)))
     except UserError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:  # a string that is not UTF-8 is a ValueError
         raise UserError(
             f"{path}: not a readable Parquet file, after {number} rows ({error}). Write it again."
         ) from error
+
+
+def _values(path: Path, name: str, column: pyarrow.Array) -> list[Any]:
+    """A column's values as Python has them. Raises UserError."""
+    import pyarrow
+
+    try:
+        return [_in_own_digits(value, column.type) for value in column.to_pylist()]
+    except (pyarrow.ArrowException, OverflowError, ValueError) as error:  # dates that Python has not
+        raise UserError(
+            f"{path}: the column {name!r} ({column.type}) has a value that cannot be read ({error}). Write the column as text, "
+            "or leave it out."
+        ) from error
+
+
+def _in_own_digits(value: Any, kind: pyarrow.DataType) -> Any:
+    """A number of 16 or 32 bits as it is written, not as the 64 bits nearest to it: 0.1, and not 0.10000000149011612."""
+    from pyarrow import types
+
+    if value is None:
+        return None
+    if types.is_float32(kind) or types.is_float16(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return [_in_own_digits(each, kind.value_type) for each in value]
+    if types.is_struct(kind):
+        return {field.name: _in_own_digits(value[field.name], field.type) for field in kind}
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError for two fields of one name, of which JSON's readers would take the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the field {twice!r} stands there more than once")
+    return found
 
 
 def _check_columns(path: Path, names: list[str]) -> None:

@@ -321,6 +321,7 @@ def test_rows_rendered_with_other_options_are_others(tmp_path: Path, plain_token
     ("answer", "text"),
     [
         (0.00001, "0.00001"),
+        (-0.0, "0"),
         (5.0, "5"),
         (-50.0, "-50"),
         (5.05, "5.05"),
@@ -369,6 +370,8 @@ def test_a_row_bounds_its_own_response(tmp_path: Path, plain_tokenizer: Any) -> 
     path = write(tmp_path, {"prompt": "1?", "answer": "1", "max_response_tokens": 7}, {"prompt": "2?", "answer": "2"})
     first, second = load_prompts(path, plain_tokenizer, data(path)).prompts
     assert (first.max_response_tokens, second.max_response_tokens) == (7, None)
+    path = write(tmp_path, {"prompt": "1?", "answer": "1", "metadata": {"max_response_tokens": 7}})
+    assert load_prompts(path, plain_tokenizer, data(path)).prompts[0].max_response_tokens == 7
 
 
 @pytest.mark.parametrize("bound", [0, -3, 1.5, "7", True])

@@ -1,6 +1,7 @@
 import random
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -47,6 +48,10 @@ def test_a_dotted_key_prefers_the_literal_field(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n{"prompt": \n', ["line 2", "malformed JSON", "column"]),
         ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', ["line 2", "half a character (\\ud83d without", "Leave it out"]),
         ("[" * 100_000, ["line 1", "JSON that cannot be read", "recursion"]),
+        (
+            '{"answer": "2", "answer": "3"}',
+            ["line 1", "cannot be read", "the field 'answer' stands there more than once"],
+        ),
         (f'{{"answer": {"9" * 5000}}}', ["line 1", "JSON that cannot be read", "4300 digits"]),
         ('{"prompt": "a"}\n["b"]\n', ["line 2", "a list where a JSON object is wanted"]),
         ("", ["has no rows"]),
@@ -130,6 +135,37 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table([["a"], ["b"], ["c"]], names=["q", "p", "q"]), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet: more than one column is named 'q'"):
         list(read_rows(tmp_path / "a.parquet"))
+
+
+def test_numbers_of_few_bits_keep_their_own_digits(tmp_path: Path) -> None:
+    path, written = tmp_path / "rows.parquet", [0.1, None, 19.99]
+    halves = pyarrow.array([None if each is None else np.float16(each) for each in written], pyarrow.float16())
+    floats, objects = (
+        pyarrow.array(written, pyarrow.float32()),
+        [{"low": 3.14, "name": "x"}, None, {"low": None, "name": "y"}],
+    )
+    kinds = pyarrow.struct([("low", pyarrow.float32()), ("name", pyarrow.string())])
+    columns = {
+        "half": halves,
+        "single": floats,
+        "several": pyarrow.array([[0.1, 3.14], None, []], pyarrow.list_(pyarrow.float32())),
+        "object": pyarrow.array(objects, kinds),
+        "double": pyarrow.array([0.1, None, float(np.float32(0.1))], pyarrow.float64()),
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    one, two, three = (row.fields for row in read_rows(path))
+    assert one == {"half": 0.1, "single": 0.1, "several": [0.1, 3.14], "object": objects[0], "double": 0.1}
+    assert set(two.values()) == {None}
+    assert (three["half"], three["single"], three["several"], three["object"]) == (19.98, 19.99, [], objects[2])
+    assert three["double"] == float(np.float32(0.1)) != 0.1
+
+
+def test_a_date_that_python_has_not_names_its_column(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    dates = pyarrow.array([2**60], pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1="], "made": dates}), path)
+    with pytest.raises(UserError, match=r"the column 'made' \(timestamp\[us\]\) has a value that cannot be read"):
+        list(read_rows(path))
 
 
 def test_an_empty_parquet_file_is_refused(tmp_path: Path) -> None:

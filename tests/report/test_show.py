@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.commands.report import report
 from megarl.core.errors import MegarlError, UserError
 from megarl.report.show import show_runs
 
@@ -62,3 +63,9 @@ def test_a_table_that_cannot_be_printed_ends_with_a_sentence(tmp_path: Path) -> 
     assert failed.returncode == 1 and failed.stderr.endswith(
         "megarl: The table cannot be printed: No space left on device.\n"
     )
+
+
+def test_a_folder_in_the_place_of_a_page_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, Path(".")):
+        with pytest.raises(UserError, match=r"--out .* is a folder: name a file, such as .*page\.html"):
+            report([tmp_path], out=folder)

@@ -139,6 +139,11 @@ class ChatRequest(_Request):
                     f'tool {number} is no function with a name: wanted is {{"type": "function", "function": {{"name": "...", '
                     '"parameters": {...}}}'
                 )
+            for key, kind, wanted in (("description", str, "a text"), ("parameters", dict, "a JSON schema, an object")):
+                if not isinstance(function.get(key), kind | None):
+                    raise ValueError(
+                        f"tool {number} ({function['name']}): its {key} is {function[key]!r}; wanted is {wanted}"
+                    )
         return tools
 
     @property

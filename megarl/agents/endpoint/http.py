@@ -68,7 +68,10 @@ class Endpoint:
                 web.get("/v1/models/{name:.+}", self._one_model),
             ]
         )
-        self._runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S)
+        # A body that is not compressed as it says would be a trace on the console, whoever sent it.
+        self._runner = web.AppRunner(
+            application, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S, auto_decompress=False
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=BACKLOG)
         await site.start()
@@ -201,6 +204,12 @@ class Endpoint:
 
 async def _body(request: web.Request) -> tuple[bytes, Any]:
     """The body, and its JSON. Raises RefusedError."""
+    if encoding := request.headers.get("Content-Encoding", "").strip():
+        raise RefusedError(
+            f"The body is compressed ({encoding}): send it as it is, without Content-Encoding.",
+            status=415,
+            code="invalid_body",
+        )
     try:
         body = await request.read()
         return body, orjson.loads(body)

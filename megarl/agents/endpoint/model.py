@@ -58,9 +58,17 @@ class Model:
             if len(self._templates) >= MOST_TEMPLATES:
                 self._templates.clear()
             try:
-                self._templates[key] = ChatTemplate(self._tokenizer, [dict(tool) for tool in tools])
+                template = ChatTemplate(self._tokenizer, [dict(tool) for tool in tools])
+                if untold := template.untold([tool["function"]["name"] for tool in tools]):
+                    raise RefusedError(
+                        f"The model's chat template tells it nothing of the tool {untold!r}. Leave tools out of the request, or "
+                        "take a model whose template knows them.",
+                        code="unsupported_parameter",
+                        param="tools",
+                    )
             except TemplateRefusalError as error:
                 raise RefusedError(f"{error}", param="messages") from error
+            self._templates[key] = template
         return self._templates[key]
 
     def prompt(self, template: ChatTemplate, messages: Sequence[ChatMessage]) -> tuple[TokenArray, str]:
@@ -70,10 +78,19 @@ class Model:
                 "The last message is the assistant's, and that is what the model is to write: end with another one.",
                 param="messages",
             )
+        told = [as_told(message) for message in messages]
         try:
-            return template.prompt([as_told(message) for message in messages])
+            prompt = template.prompt(told)
+            left_out = template.left_out(told, prompt[1])
         except TemplateRefusalError as error:
             raise RefusedError(str(error), param="messages") from error
+        if left_out:
+            raise RefusedError(
+                f"The model's chat template leaves out {left_out}. Leave them out of the messages, or take a model whose "
+                "template shows them.",
+                param="messages",
+            )
+        return prompt
 
     def encode(self, text: str, *, first: bool) -> TokenArray:
         """A text without template. first: it is the beginning, where the tokenizer may put tokens and a blank of its own."""

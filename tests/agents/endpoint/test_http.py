@@ -22,6 +22,7 @@ from megarl.rollout.gate import Gate
 from megarl.serving.client import ServerClient
 from tests.agents.endpoint.harnesses import MODEL, TOKENIZER, ids_of, writing
 from tests.agents.endpoint.test_session import TOOL
+from tests.agents.forms import make_tokenizer
 from tests.agents.playing import LONG_S
 from tests.agents.test_tools import FakeReader
 from tests.support.fake_sglang import FakeSglang
@@ -32,12 +33,12 @@ CONTEXT = 200
 Call = Callable[[AsyncOpenAI, Endpoint], Awaitable[None]]
 
 
-def served(fake: FakeSglang, call: Call) -> None:
+def served(fake: FakeSglang, call: Call, tokenizer: Any = TOKENIZER) -> None:
     """A call with the stock client, of an endpoint of nobody's episode."""
 
     async def go() -> None:
         async with fake, ServerClient(fake.endpoint, attempts=3, backoff_s=0.001) as server:
-            model = Model(MODEL, TOKENIZER, FakeReader())
+            model = Model(MODEL, tokenizer, FakeReader())
             endpoint = Endpoint(model)
             session = FreeSession(Asker(server, Gate(8, 1), TOKENIZER.decode, deadline_s=LONG_S), model, CONTEXT)
             url = await endpoint.start()
@@ -105,6 +106,16 @@ def test_who_has_no_key_or_another_gets_nothing() -> None:
             "tool 2 is no function with a name",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools", "tool 1 is no function with a name"),
+        (
+            {"tools": [TOOL, {"type": "function", "function": {"name": "x", "parameters": "{}"}}]},
+            "tools",
+            "tool 2 (x): its parameters is '{}'; wanted is a JSON schema",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "x", "description": ["a"]}}]},
+            "tools",
+            "tool 1 (x): its description is ['a']; wanted is a text",
+        ),
     ],
 )
 def test_what_is_not_honoured_is_refused_in_openais_form(changes: dict[str, Any], param: str, says: str) -> None:
@@ -116,6 +127,49 @@ def test_what_is_not_honoured_is_refused_in_openais_form(changes: dict[str, Any]
         assert caught.value.type == "invalid_request_error"
 
     served(writing("1"), call)
+
+
+PLAIN = (
+    "{% for message in messages if message.role != 'tool' %}{{ message.role }}: {{ message.content }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+CALLED: Any = [
+    *ASKED,
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "what it gave"},
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "says"),
+    [
+        ({"tools": [TOOL]}, "tools", "tells it nothing of the tool 'multiply'"),
+        ({"messages": [*CALLED[:2], *ASKED]}, "messages", "leaves out calls of tools"),
+        ({"messages": [*ASKED, CALLED[2]]}, "messages", "leaves out what tools gave"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(changes: dict[str, Any], param: str, says: str) -> None:
+    async def call(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**{"model": MODEL, "messages": ASKED, **changes})
+        assert caught.value.param == param and says in str(caught.value)
+        assert (await client.chat.completions.create(model=MODEL, messages=ASKED)).choices
+
+    served(writing("1"), call, make_tokenizer("qwen3", template=PLAIN))
+
+
+def test_calls_and_results_that_a_template_shows_are_taken() -> None:
+    async def call(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        for _ in range(2):
+            assert (await client.chat.completions.create(model=MODEL, messages=CALLED, tools=[TOOL])).choices
+
+    shows = "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.id }}{% endfor %}"
+    template = PLAIN.replace(" if message.role != 'tool'", "").replace("{{ message.content }}", shows)
+    template = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + template
+    served(writing("1"), call, make_tokenizer("qwen3", template=template))
 
 
 def test_what_changes_nothing_is_taken() -> None:
@@ -186,7 +240,7 @@ def test_bodies_and_paths_that_are_wrong(method: str, path: str, body: bytes, st
     served(writing("1"), call)
 
 
-def test_a_body_that_is_not_compressed_as_it_says_is_refused() -> None:
+def test_a_compressed_body_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     async def call(client: AsyncOpenAI, endpoint: Endpoint) -> None:
         headers = {"Authorization": f"Bearer {client.api_key}", "Content-Encoding": "gzip"}
         async with (
@@ -194,9 +248,10 @@ def test_a_body_that_is_not_compressed_as_it_says_is_refused() -> None:
             session.post(f"{endpoint.url}/chat/completions", data=b"{}") as answer,
         ):
             error = (await answer.json())["error"]
-            assert answer.status == 400 and "not what its headers say" in error["message"], error
+            assert answer.status == 415 and "compressed (gzip): send it as it is" in error["message"], error
 
     served(writing("1"), call)
+    assert not caplog.records
 
 
 def test_a_stream_says_the_same_as_an_answer_in_one_piece() -> None:
