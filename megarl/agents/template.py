@@ -71,13 +71,16 @@ class ChatTemplate:
         for what, others in _otherwise(messages):
             if what in self._shown:
                 continue
-            try:
-                if self._text(others, generation_prompt=True) == text:
-                    return what
-            except TemplateRefusalError:  # it looks at them
-                pass
+            if self._renders_as(text, others):
+                return what
             self._shown.add(what)
         return ""
+
+    def _renders_as(self, text: str, messages: Sequence[Message]) -> bool:
+        try:
+            return self._text(messages, generation_prompt=True) == text
+        except TemplateRefusalError:  # it looks at what is missing
+            return False
 
     def as_text(self, messages: Sequence[Message]) -> list[Message]:
         """The same messages for `prompt`, in which what they spell of special tokens is text."""
