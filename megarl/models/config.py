@@ -85,7 +85,8 @@ class ModelConfig:
     rotary_dim: how much of a head is rotated, from its beginning; None is all, or with `mla` its part for that.
     interleaved_rope: RoPE turns neighbours, not an element of one half with one of the other; with `mla` it is no question.
     moe_layers: layers (from 0) that have experts in the MLP's place. local_layers: layers with sliding-window attention
-    over `window` tokens (the token itself among them), rotated by `local_rope` where given.
+    over `window` tokens (the token itself among them), rotated by `local_rope` where given. unrotated_layers: layers without
+    positions (NoPE, arXiv 2305.19466).
     activation: of the MLP's gate; swiglu_clamped is x sigmoid(1.702 x) of what is at most 7, times what it lets through,
     between -7 and 7, plus 1 (gpt-oss).
     sinks: each head has one more logit in its softmax's denominator, which is learned (arXiv 2309.17453), and attention's
@@ -135,6 +136,7 @@ class ModelConfig:
     window: int | None = None
     local_layers: frozenset[int] = frozenset()
     local_rope: Rope | None = None
+    unrotated_layers: frozenset[int] = frozenset()
     head: Literal["vocabulary", "score"] = "vocabulary"
     fp8_block: tuple[int, int] | None = None
     mxfp4: bool = False
@@ -152,6 +154,17 @@ class ModelConfig:
     def rotated(self) -> int:
         """Elements of a head that RoPE turns."""
         return self.mla.rope_dim if self.mla is not None else self.rotary_dim or self.head_dim
+
+    def layer_rope(self, layer: int) -> Rope | None:
+        """Rotary positions of one layer (from 0); None where it has none."""
+        if layer in self.unrotated_layers:
+            return None
+        return self.rope if self.local_rope is None or layer not in self.local_layers else self.local_rope
+
+    @property
+    def mixed_ropes(self) -> bool:
+        """Whether layers differ in their rotary positions, and in more than which have some: by frequencies or their scale."""
+        return self.local_rope is not None or (bool(self.unrotated_layers) and self.rope.kind in ("yarn", "longrope"))
 
     @property
     def context(self) -> int:

@@ -64,6 +64,8 @@ class Family:
     over the heads.
     pre_norms, post_norms: norms before attention and MLP, and behind them. whole_qk_norm: see ModelConfig. sinks: attention has
     them, and a bias behind its output (ModelConfig). unscaled_locally: layers with a window have RoPE that is not scaled.
+    unrotated: which layers have no positions: those without a window in models that have windows ("global"), or those that
+    no_rope_layers names, every fourth where no key says ("named").
     multipliers: four keys say what is multiplied (hf_scales).
     window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
     those that a pattern names: where no key says, those whose number is no multiple of window_period. window_switch: only
@@ -88,6 +90,7 @@ class Family:
     post_norms: bool = False
     whole_qk_norm: bool = False
     unscaled_locally: bool = False
+    unrotated: Literal["never", "global", "named"] = "never"
     multipliers: bool = False
     sinks: bool = False
     moe: MoeKeys | None = None
@@ -285,6 +288,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window_default=4096,
             only=_OLMO3_ONLY,
         ),
+        "Exaone4ForCausalLM": Family(
+            "exaone4",
+            ("exaone4",),
+            qk_norm=True,
+            pre_norms=False,
+            post_norms=True,
+            unrotated="global",
+            window="pattern",
+            window_period=4,
+            window_default=4096,
+        ),
+        "SmolLM3ForCausalLM": Family("smollm3", ("smollm3",), unrotated="named", theta=2e6, tied=True, pad=128004),
         "Gemma3ForCausalLM": Family(
             "gemma3",
             ("gemma3_text",),

@@ -101,7 +101,7 @@ def _attention(config: ModelConfig) -> dict[str, Any]:
     mla = config.mla
     if mla is None:
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
-        apart = scales_queries(config) or config.local_rope is not None
+        apart = scales_queries(config) or config.mixed_ropes
         return settings | {"softmax_scale": scale if apart else scale * logit_factor(config.rope)}
     rope = config.rope
     weight = rope.mscale_all_dim or 0.0  # transformers heeds it for every kind that stretches

@@ -16,9 +16,9 @@ from megarl.hub.names import address
 from megarl.models.config import Mla, ModelConfig, Moe
 from megarl.models.families import FAMILIES, LANGUAGE_MODEL, SCORE_MODEL, Family, MoeKeys, score_architecture
 from megarl.models.hf_beside import files_beside
-from megarl.models.hf_fields import Fields, shown
-from megarl.models.hf_files import some
+from megarl.models.hf_fields import Fields, refuse_feature, shown
 from megarl.models.hf_fp8 import read_fp8_block
+from megarl.models.hf_layers import listed, read_unrotated, read_window
 from megarl.models.hf_mxfp4 import is_mxfp4
 from megarl.models.hf_rope import read_ropes, read_rotary_dim
 from megarl.models.hf_scales import read_scales
@@ -37,7 +37,7 @@ _REQUIRED = (
 MOST_LAYERS, MOST_EXPERTS = 2000, 4096
 _MLA_REQUIRED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
-SLIDING, GENERATION = "sliding_attention", "generation_config.json"
+GENERATION = "generation_config.json"
 _SCORED = {score_architecture(name): name for name in FAMILIES}
 
 
@@ -69,7 +69,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     _check_features(fields, family, architecture)
     layers, hidden = fields.count("num_hidden_layers", most=MOST_LAYERS), fields.count("hidden_size")
     heads, kv_heads, head_dim, mla = _heads(fields, family, hidden)
-    window, local_layers = _window(fields, family, layers, architecture)
+    window, local_layers = read_window(fields, family, layers, architecture)
     rotary_dim = None if family.rotary_share is None else read_rotary_dim(fields, head_dim, family.rotary_share)
     rope, local_rope = read_ropes(fields, family, rotary_dim)
     moe, moe_layers = _moe(fields, family, layers) if family.moe else (None, frozenset())
@@ -106,6 +106,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         window=window,
         local_layers=local_layers,
         local_rope=local_rope if local_layers else None,
+        unrotated_layers=read_unrotated(fields, family, layers, local_layers),
         pad_token_id=_pad_token(fields, family),
         fp8_block=None if mxfp4 else read_fp8_block(fields),
         mxfp4=mxfp4,
@@ -171,11 +172,7 @@ def _check_features(fields: Fields, family: Family, architecture: str) -> None:
         if (value := fields.get(key)) is not None and value != only
     ]
     if asked:
-        _refuse(fields, ", ".join(asked), architecture)
-
-
-def _refuse(fields: Fields, what: str, architecture: str) -> None:
-    raise UserError(f"{fields.path}: {what} is not supported for {architecture}. Use a model without it.")
+        refuse_feature(fields, ", ".join(asked), architecture)
 
 
 def _heads(fields: Fields, family: Family, hidden: int) -> tuple[int, int, int, Mla | None]:
@@ -213,61 +210,6 @@ def _heads(fields: Fields, family: Family, hidden: int) -> tuple[int, int, int, 
 def _check_rotated(fields: Fields, key: str, width: int) -> None:
     if width % 2:
         fields.refuse(key, width, "RoPE turns pairs, so an even number is wanted")
-
-
-def _window(fields: Fields, family: Family, layers: int, architecture: str) -> tuple[int | None, frozenset[int]]:
-    """The sliding window, and the layers that have it."""
-    # null is an answer here, unlike elsewhere: no window.
-    value = fields.raw.get("sliding_window", family.window_default)
-    slides = value is not None and family.window != "never"
-    if family.window_switch:
-        slides = slides and fields.flag("use_sliding_window", False)
-    elif fields.get("use_sliding_window", False) and not slides:
-        _refuse(
-            fields,
-            f"use_sliding_window={shown(fields.get('use_sliding_window'))} (sliding-window attention)",
-            architecture,
-        )
-    ours = _local_layers(fields, family, layers) if slides else frozenset[int]()
-    if fields.get("layer_types") is not None:
-        named = _named_local_layers(fields, layers)
-        if family.window in ("upper", "pattern") and slides:
-            ours = named
-        if named != ours:
-            given = f"layer_types with sliding_attention in {_listed(named)}, where sliding_window={shown(value)}"
-            _refuse(fields, f"{given} and the other keys have it in {_listed(ours)},", architecture)
-    return (fields.count("sliding_window", family.window_default) if ours else None), ours
-
-
-def _named_local_layers(fields: Fields, layers: int) -> frozenset[int]:
-    """The layers that `layer_types` gives a sliding window. Raises UserError where it does not speak of these layers."""
-    kinds = fields.words("layer_types")
-    if len(kinds) != layers:
-        raise UserError(
-            f"{fields.path}: layer_types has {len(kinds)} entries, and num_hidden_layers is {layers}: it wants one entry a "
-            "layer. Export the model again."
-        )
-    if unknown := sorted(set(kinds) - {"full_attention", SLIDING}):
-        raise UserError(
-            f"{fields.path}: layer_types has {', '.join(map(shown, unknown))}; supported are 'full_attention' and "
-            f"'{SLIDING}'. Use a model without it."
-        )
-    return frozenset(index for index, kind in enumerate(kinds) if kind == SLIDING)
-
-
-def _listed(layers: frozenset[int]) -> str:
-    return f"layers {some(list(map(str, sorted(layers))))}" if layers else "no layer"
-
-
-def _local_layers(fields: Fields, family: Family, layers: int) -> frozenset[int]:
-    if family.window == "upper":
-        return frozenset(range(fields.count("max_window_layers", 28, least=0), layers))
-    if family.window == "pattern":
-        period = fields.count(
-            "sliding_window_pattern", family.window_period
-        )  # transformers passes over the `_` that it writes itself
-        return frozenset(index for index in range(layers) if (index + 1) % period)
-    return frozenset(range(layers))
 
 
 def _moe(fields: Fields, family: Family, layers: int) -> tuple[Moe | None, frozenset[int]]:
@@ -336,7 +278,7 @@ def _named_sparse_layers(fields: Fields, layers: int) -> frozenset[int]:
         first = fields.count("first_k_dense_replace", least=0)
         if found != frozenset(range(first, layers)):
             wanted = (
-                f"mlp_layer_types, by which transformers goes, has experts in {_listed(found)}, and both have to agree"
+                f"mlp_layer_types, by which transformers goes, has experts in {listed(found)}, and both have to agree"
             )
             fields.refuse("first_k_dense_replace", first, wanted)
     return found

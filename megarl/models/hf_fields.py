@@ -91,6 +91,11 @@ class Fields:
         raise UserError(f"{self.path}: {key} is {shown(value)}; {wanted}. Export the model again.")
 
 
+def refuse_feature(fields: Fields, what: str, architecture: str) -> NoReturn:
+    """Raise UserError for what a config asks for and megarl's model does not do."""
+    raise UserError(f"{fields.path}: {what} is not supported for {architecture}. Use a model without it.")
+
+
 def _is_finite(value: object) -> bool:
     # A whole number of JSON may be larger than any float.
     return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]

@@ -68,18 +68,19 @@ class WholeExpertOutput(RowParallelLinear):  # type: ignore[misc]
 
 
 class LocalSelfAttention(SelfAttention):  # type: ignore[misc]
-    """Attention that takes its rotation from one of several tables."""
+    """Attention that takes its rotation from one of several tables, or has none (rotary_table is None)."""
 
-    def __init__(self, *positions: Any, rotary_table: int, **options: Any) -> None:
+    def __init__(self, *positions: Any, rotary_table: int | None, **options: Any) -> None:
         super().__init__(*positions, **options)
         self._table = rotary_table
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """rotary_pos_emb: [tables, positions, 1, 1, head_dim]; the rest as Megatron has it."""
+        """rotary_pos_emb: [tables, positions, 1, 1, head_dim], where it is taken from; the rest as Megatron has it."""
+        table = None if self._table is None else rotary_pos_emb[self._table]
         output: tuple[Tensor, Tensor | None] = super().forward(
-            hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb[self._table], **options
+            hidden_states, attention_mask, rotary_pos_emb=table, **options
         )
         return output
 
@@ -87,7 +88,7 @@ class LocalSelfAttention(SelfAttention):  # type: ignore[misc]
 def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torch.dtype, cp: int) -> bool:
     """Whether the layers are Transformer Engine's.
 
-    It has neither norms behind attention and MLP, or over all heads, nor rotations that differ by layer, sinks of packed
+    It has neither norms behind attention and MLP, or over all heads, nor rotations that differ by layer (but none), sinks of packed
     sequences only in some kernels, and its kernels want values no wider than keys. In float32 its products are TF32's, whatever
     torch is told, and it has no attention under context parallel (2.11). That has no window where keys and values go from rank
     to rank, which is how Megatron asks for it.
@@ -95,7 +96,7 @@ def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torc
     wide_values = config.mla is not None and config.mla.v_dim > config.head_dim
     window = config.window is not None and cp > 1
     norms = config.post_norms or config.whole_qk_norm
-    cannot = norms or config.local_rope or config.sinks or wide_values or window or dtype == torch.float32
+    cannot = norms or config.mixed_ropes or config.sinks or wide_values or window or dtype == torch.float32
     return platform.has_transformer_engine and not cannot
 
 
@@ -120,9 +121,21 @@ def _fused_layer(config: ModelConfig, index: int) -> ModuleSpec:
     )
     if moe is not None:
         spec.submodules.mlp.submodules.router = Router
+    _choose_rotation(config, index, spec)
     _scale_queries(config, spec)
     _scale_residual(config, spec)
     return spec
+
+
+def _choose_rotation(config: ModelConfig, index: int, spec: ModuleSpec) -> None:
+    """Where layers differ in their rotary positions: which this one has."""
+    rope, attention = config.layer_rope(index), spec.submodules.self_attention
+    if rope is None or config.local_rope is not None:
+        attention.module = LocalSelfAttention
+        attention.params["rotary_table"] = None if rope is None else int(index in config.local_layers)
+    if config.mixed_ropes:
+        factor = 1.0 if rope is None else logit_factor(rope)
+        attention.submodules.core_attention = ModuleSpec(CoreAttention, params={"logit_factor": factor})
 
 
 def _scale_queries(config: ModelConfig, spec: ModuleSpec) -> None:
@@ -190,12 +203,7 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
         attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_kv_heads})
     elif config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.local_rope is not None:
-        is_local = index in config.local_layers
-        layer.self_attention.module = LocalSelfAttention
-        layer.self_attention.params["rotary_table"] = int(is_local)
-        factor = logit_factor(config.local_rope if is_local else config.rope)
-        attention.core_attention = ModuleSpec(CoreAttention, params={"logit_factor": factor})
+    _choose_rotation(config, index, spec)
     if config.post_norms:
         attention.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
     _scale_queries(config, spec)

@@ -66,7 +66,7 @@ class Counting:
         config = self.config
         wide = config.mla is not None and config.mla.v_dim > config.head_dim
         norms = config.post_norms or config.whole_qk_norm
-        return self.kernels.fused and not (norms or config.local_rope or config.sinks or wide)
+        return self.kernels.fused and not (norms or config.mixed_ropes or config.sinks or wide)
 
     @property
     def tokens(self) -> Any:

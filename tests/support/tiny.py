@@ -26,6 +26,8 @@ CONFIGS = {
     "granite": "GraniteConfig",
     "olmo2": "Olmo2Config",
     "olmo3": "Olmo3Config",
+    "exaone4": "Exaone4Config",
+    "smollm3": "SmolLM3Config",
     "gemma3": "Gemma3TextConfig",
     "gpt_oss": "GptOssConfig",
 }
@@ -138,6 +140,12 @@ OWN: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "exaone4": {
+        "sliding_window": 8,
+        "sliding_window_pattern": "LG",
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "smollm3": {"no_rope_layer_interval": 2},
     "gemma3": {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
