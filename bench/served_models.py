@@ -97,6 +97,35 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "other layers": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         },
     ),
+    "exaone4": (
+        {},
+        {
+            **HEADS,
+            **SCALED,
+            **{f"{kind}, as published": {**scaled, PUBLISHED: True} for kind, scaled in SCALED.items()},
+            "other base": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+            "other base, as published": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, PUBLISHED: True},
+            "no window": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+            "no layer with a window": {"layer_types": ["full_attention"] * 3},
+            "every layer with a window": {"layer_types": ["sliding_attention"] * 3},
+            "a period in numbers": {"sliding_window_pattern": 2, "layer_types": None},
+            "epsilon": {"rms_norm_eps": 1e-5},
+            "layers without a period": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "wide heads": {"head_dim": 32},
+            "one key-value head": {"num_key_value_heads": 1},
+        },
+    ),
+    "smollm3": (
+        {},
+        {
+            **HEADS,
+            **SCALED,
+            "other layers": {"no_rope_layers": [0, 1, 1]},
+            "other base": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+            "wide heads": {"head_dim": 32},
+            "one key-value head": {"num_key_value_heads": 1},
+        },
+    ),
     "gemma3": (
         {},
         {

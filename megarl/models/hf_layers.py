@@ -83,6 +83,12 @@ def _local_layers(fields: Fields, family: Family, layers: int) -> frozenset[int]
     return frozenset(range(layers))
 
 
+def period_of(local: frozenset[int], layers: int) -> int | None:
+    """The period after which a layer without a window comes, and then alone; None where there is none."""
+    fitting = (each for each in range(1, layers + 2) if all((n in local) == bool((n + 1) % each) for n in range(layers)))
+    return next(fitting, None)
+
+
 def read_unrotated(fields: Fields, family: Family, layers: int, local: frozenset[int]) -> frozenset[int]:
     """The layers without positions. local: those with a window. Raises UserError."""
     if family.unrotated == "global":  # where the config sets a window at all: null is an answer here

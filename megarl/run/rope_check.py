@@ -15,8 +15,9 @@ from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
 
+BY_TRANSFORMERS = ("smollm3",)  # families that SGLang serves by its code
 DROPPED = ("olmo3",)  # families of which SGLang drops rope_parameters
-OUTSIDE = ("llama", "mistral", "ministral3")  # families of which it hears what stands outside (models/llama.py)
+OUTSIDE = ("llama", "mistral", "ministral3", "exaone4")  # families of which it hears what stands outside (models/llama.py)
 ORIGINAL = "original_max_position_embeddings"
 ITS_OWN = ("attn_factor", "extrapolation_factor")  # keys that SGLang multiplies by, and transformers passes over
 MAGNITUDES, TURNS = ("mscale", "mscale_all_dim"), ("beta_fast", "beta_slow")
@@ -30,7 +31,8 @@ def check_served_rope(where: str, folder: Path, model: ModelConfig) -> None:
     no factor of attention but the one that follows from it (layers/rotary_embedding/factory.py, yarn.py).
     """
     kind, dropped = model.rope.kind, model.family in DROPPED
-    if model.mla is not None or not (kind in ("yarn", "llama3") or (dropped and kind != "default")):
+    unread = model.mla is not None or model.family in BY_TRANSFORMERS
+    if unread or not (kind in ("yarn", "llama3") or (dropped and kind != "default")):
         return
     config = read_object(folder / "config.json", "Export the model again.")
     if dropped and not config.get("rope_scaling"):

@@ -20,6 +20,7 @@ from megarl.core.versions import pins
 from megarl.data.chat import load_tokenizer
 from megarl.models.config import ModelConfig
 from megarl.models.fp8_weights import check_servable
+from megarl.models.hf_layers import period_of
 from megarl.models.lora_served import ServedLora, served_lora
 from megarl.models.lora_settings import LoraSettings
 from megarl.recipe.rollout_rules import longest_served
@@ -37,8 +38,10 @@ OWN_WEIGHTS = "0"  # the version of weights that no run has sent
 SEPARATE_EXPERTS = "--disable-shared-experts-fusion"
 ALL_SPARSE = ("qwen2_moe", "qwen3_moe")  # families that SGLang builds with experts in all layers
 ATTENTION = "-attention-backend"  # and of prefill and decode apart
-SLIDING_FAMILIES = ("gemma3", "gpt_oss", "olmo3")  # whose windows SGLang keeps to
-NO_HEAD_DIM = ("qwen2_moe", "mixtral", "olmo2", "olmo3")  # families that SGLang builds without it
+SLIDING_FAMILIES = ("gemma3", "gpt_oss", "olmo3", "exaone4")  # whose windows SGLang keeps to
+HEAD_EPS = {"exaone4": 1e-6}  # of norms of queries and keys that SGLang gives no other (models/exaone4.py)
+PERIODIC = ("exaone4",)  # families of which SGLang counts the layers with windows
+NO_HEAD_DIM = ("qwen2_moe", "mixtral", "olmo2", "olmo3", "exaone4")  # families that SGLang builds without it
 # Families that SGLang builds with a head of its own, and those whose head it does not load.
 OWN_HEADS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_lite", "gpt_oss")
 TIED_HEADS = ("gemma3",)
@@ -159,11 +162,13 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
     with experts in all layers behind the first dense ones. Heads of attention of the NO_HEAD_DIM (models/mixtral.py, olmo2.py)
     are hidden_size / num_attention_heads wide there, whatever head_dim says, and Mixtral's RoPE is never scaled.
     """
-    if model.window is not None and model.window < longest - 1 and model.family not in SLIDING_FAMILIES:
+    _check_windows(where, model, longest)
+    if model.family in HEAD_EPS and model.norm_eps != HEAD_EPS[model.family]:
         raise UserError(
-            f"{where}: the model attends to the last {model.window} tokens (sliding_window in its config.json), and SGLang "
-            f"to all of them: what it generates beyond is not the model's. Samples have up to {longest} tokens: make "
-            f"data.max_prompt_tokens + rollout.max_response_tokens at most {model.window + 1}, or take a model without a window."
+            f"{where}: rms_norm_eps in its config.json is {model.norm_eps:g}, and SGLang gives the norms of queries and keys of "
+            f"{model.architecture} {HEAD_EPS[model.family]:g}: what it generates is not quite the model's. Write "
+            f"{HEAD_EPS[model.family]:g} there: servers, training and transformers then compute the same, and almost what they "
+            "did. Or take another model."
         )
     if model.mla is not None and not platform.serves_latents:
         raise UserError(
@@ -205,6 +210,24 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
             "without experts (mlp_only_layers, decoder_sparse_step in its config.json), and SGLang builds "
             f"{model.architecture} with experts in every layer: it cannot serve this model. Take one that has experts in all of "
             "its layers."
+        )
+
+
+def _check_windows(where: str, model: ModelConfig, longest: int) -> None:
+    """Whether SGLang gives windows and positions to the layers that have them. Raises UserError.
+
+    Of EXAONE 4's it knows those of a period alone (0.5.21, models/exaone4.py).
+    """
+    if model.window is not None and model.window < longest - 1 and model.family not in SLIDING_FAMILIES:
+        raise UserError(
+            f"{where}: the model attends to the last {model.window} tokens (sliding_window in its config.json), and SGLang "
+            f"to all of them: what it generates beyond is not the model's. Samples have up to {longest} tokens: make "
+            f"data.max_prompt_tokens + rollout.max_response_tokens at most {model.window + 1}, or take a model without a window."
+        )
+    if model.family in PERIODIC and period_of(model.local_layers, model.num_layers) is None:
+        raise UserError(
+            f"{where}: the layers without a window are not every second, third or so (layer_types in its config.json), and "
+            f"SGLang builds {model.architecture} in no other way: it cannot serve this model. Take another."
         )
 
 

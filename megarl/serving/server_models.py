@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megarl.models.hf_layers import PATTERN, SLIDING, period_of
+
 VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"  # SGLang's own: modules of sglang.srt.models that are not imported
 ENTRY = re.compile(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|[^\n]+)", re.MULTILINE)  # what a module registers
 # Of configs as transformers 5 writes them (SGLang 0.5.21, models/deepseek_v2.py): experts in each layer behind the dense ones;
@@ -26,10 +28,13 @@ BY_POSITION, ORIGINAL = "Ministral3ForCausalLM", "original_max_position_embeddin
 ROTATED, SHARE = "Phi3ForCausalLM", "partial_rotary_factor"
 # Whose dense layers transformers 5 names one by one, and SGLang counts (models/glm4_moe_lite.py).
 DENSE_BY_NAME = "Glm4MoeLiteForCausalLM"
-# What SGLang builds an architecture as, where it registers another name (configs/olmo3.py).
-BUILT_AS = {"Olmo3ForCausalLM": "Olmo2ForCausalLM"}
+# What SGLang builds an architecture as, where it registers another name (configs/olmo3.py), or none (models/transformers.py).
+BUILT_AS = {"Olmo3ForCausalLM": "Olmo2ForCausalLM", "SmolLM3ForCausalLM": "TransformersForCausalLM"}
 # Whose rope_parameters, as transformers 5 writes them, SGLang drops (configs/olmo3.py).
 DROPPED, THETA = "Olmo3ForCausalLM", "rope_theta"
+# Of which SGLang reads the base at the top alone, where transformers 5 leaves none, and a period of windows in words alone
+# (models/exaone4.py).
+HYBRID, HYBRID_THETA, PERIOD = "Exaone4ForCausalLM", 1e6, 4
 
 
 def missing_settings(model: Path) -> dict[str, object]:
@@ -51,7 +56,21 @@ def missing_settings(model: Path) -> dict[str, object]:
     if DROPPED in names and not config.get("rope_scaling"):
         theta = (config.get("rope_parameters") or {}).get(THETA, config.get(THETA))
         missing |= {} if theta == config.get(THETA) else {THETA: theta}
-    return missing
+    return missing | (_of_hybrid(config) if HYBRID in names else {})
+
+
+def _of_hybrid(config: dict[str, Any]) -> dict[str, object]:
+    """What SGLang would take otherwise: the base, and which layers have windows and positions. No pattern: all have these."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    theta = rope.get(THETA) or config.get(THETA) or 1e4
+    told: dict[str, object] = {} if theta == HYBRID_THETA else {THETA: theta}
+    layers, pattern = config.get("num_hidden_layers", 0), None
+    if config.get("sliding_window", 0) is not None:
+        kinds = config.get("layer_types")
+        local = frozenset(index for index, kind in enumerate(kinds or ()) if kind == SLIDING)
+        period = period_of(local, layers) if kinds else config.get(PATTERN, PERIOD)
+        pattern = config.get(PATTERN) if period is None else "L" * (period - 1) + "G"
+    return told if pattern == config.get(PATTERN, PERIOD) else told | {PATTERN: pattern}
 
 
 def max_positions(model: Path) -> int:

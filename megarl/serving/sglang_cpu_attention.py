@@ -160,7 +160,20 @@ def install(prepare: Callable[[Any], Callable[[], None]] | None) -> None:
         return SinkAttention(runner) if prepare is None else BatchedAttention(runner, prepare(runner.model))
 
     register_attention_backend("torch_native")(make)
+    _admit_windows()
     _admit_sinks()
+
+
+def _admit_windows() -> None:
+    """Have SGLang take EXAONE 4 here: it lists the backends that know windows, which `torch_native` does."""
+    hook: Any = importlib.import_module("sglang.srt.arg_groups.model_hook")
+    views = hook.resolved_view
+
+    def named(args: Any) -> Any:
+        view = views(args)
+        return type(view)(view, {"attention_backend": "triton"}) if view.attention_backend == "torch_native" else view
+
+    hook.resolved_view = named
 
 
 def _admit_sinks() -> None:

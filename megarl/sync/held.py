@@ -17,6 +17,7 @@ VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 ROUTER = "mlp.router.weight"
 WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite")  # families
 NORM = "layernorm.weight"
+UNFUSED = ("smollm3",)  # families that SGLang serves by transformers' code (models/transformers.py)
 SHARED, ROUTED = ".shared_experts.", ".experts."
 KEYS_VALUES = (".k_proj.", ".v_proj.")
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -108,9 +109,9 @@ def _engine_name(config: ModelConfig, name: str, rule: Rule) -> str:
         path = f"{experts}.experts.{EXPERTS[linear]}"
     else:
         module, _, kind = path.rpartition(".")
-        fused = dict(GATED)
+        fused = {} if config.family in UNFUSED else dict(GATED)
         if config.mla is None:
-            fused |= HEADS
+            fused |= {} if config.family in UNFUSED else HEADS
         elif config.mla.q_rank is not None:
             fused |= LATENT
         path = f"{fused.get(module, module)}.{kind}"

@@ -61,6 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "llama": {"num_key_value_heads": 1},
+    "smollm3": {},
     "ministral3": {},
     "qwen3_moe": {},
     "mixtral": {},

@@ -44,6 +44,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {"vocab_size": 97}),
     "olmo2": ("olmo2", {"num_key_value_heads": 4, "vocab_size": 97}),
     "olmo3": ("olmo3", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "exaone4": ("exaone4", {"layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size": 97}),
+    "smollm3": ("smollm3", {"tie_word_embeddings": True}),
     "gemma3": ("gemma3", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
 }
 LAYERS = 4

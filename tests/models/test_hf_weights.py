@@ -47,6 +47,8 @@ CASES = [
     ("granite", {}),
     ("olmo2", {}),
     ("olmo3", {"tie_word_embeddings": True}),
+    ("exaone4", {}),
+    ("smollm3", {"tie_word_embeddings": True}),
     ("gemma3", {}),
 ]
 

@@ -52,6 +52,8 @@ DEEPSEEK = replace(
         ("granite", {}),
         ("olmo2", {}),
         ("olmo3", {"head_dim": 24, "tie_word_embeddings": True}),
+        ("exaone4", {"head_dim": 24, "tie_word_embeddings": True}),
+        ("smollm3", {}),
         ("gemma3", {}),
     ],
 )

@@ -33,6 +33,7 @@ OWN: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
     },
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "exaone4": {"layer_types": ["sliding_attention", "full_attention"]},
     "gemma3": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 64},
 }
 

@@ -143,6 +143,7 @@ OWN: dict[str, dict[str, Any]] = {
     "exaone4": {
         "sliding_window": 8,
         "sliding_window_pattern": "LG",
+        "rms_norm_eps": 1e-6,  # that of the norms of queries and keys in SGLang, whatever the config says
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "smollm3": {"no_rope_layer_interval": 2},

@@ -103,6 +103,8 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("granite", {}, (1, 2)),
         ("olmo2", {"num_key_value_heads": 4}, (2,)),
         ("olmo3", {"vocab_size": 130}, (1, 2)),
+        ("exaone4", {"vocab_size": 130}, (1, 2)),
+        ("smollm3", {"vocab_size": 130}, (1, 2)),
         ("gemma3", {"vocab_size": 130}, (2,)),
         ("gpt_oss", {"vocab_size": 130, "num_key_value_heads": 1}, (2,)),
     ],
