@@ -104,7 +104,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             **SCALED,
             **{f"{kind}, as published": {**scaled, PUBLISHED: True} for kind, scaled in SCALED.items()},
             "other base": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
-            "other base, as published": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, PUBLISHED: True},
+            "other base, as published": {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+                PUBLISHED: True,
+            },
             "no window": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
             "no layer with a window": {"layer_types": ["full_attention"] * 3},
             "every layer with a window": {"layer_types": ["sliding_attention"] * 3},

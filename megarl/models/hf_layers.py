@@ -85,7 +85,9 @@ def _local_layers(fields: Fields, family: Family, layers: int) -> frozenset[int]
 
 def period_of(local: frozenset[int], layers: int) -> int | None:
     """The period after which a layer without a window comes, and then alone; None where there is none."""
-    fitting = (each for each in range(1, layers + 2) if all((n in local) == bool((n + 1) % each) for n in range(layers)))
+    fitting = (
+        each for each in range(1, layers + 2) if all((n in local) == bool((n + 1) % each) for n in range(layers))
+    )
     return next(fitting, None)
 
 

@@ -88,10 +88,10 @@ class LocalSelfAttention(SelfAttention):  # type: ignore[misc]
 def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torch.dtype, cp: int) -> bool:
     """Whether the layers are Transformer Engine's.
 
-    It has neither norms behind attention and MLP, or over all heads, nor rotations that differ by layer (but none), sinks of packed
-    sequences only in some kernels, and its kernels want values no wider than keys. In float32 its products are TF32's, whatever
-    torch is told, and it has no attention under context parallel (2.11). That has no window where keys and values go from rank
-    to rank, which is how Megatron asks for it.
+    It has neither norms behind attention and MLP, or over all heads, nor rotations that differ by layer (but in whether there is
+    one), sinks of packed sequences only in some kernels, and its kernels want values no wider than keys. In float32 its products
+    are TF32's, whatever torch is told, and it has no attention under context parallel (2.11). That has no window where keys and
+    values go from rank to rank, which is how Megatron asks for it.
     """
     wide_values = config.mla is not None and config.mla.v_dim > config.head_dim
     window = config.window is not None and cp > 1

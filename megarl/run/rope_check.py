@@ -17,7 +17,12 @@ from megarl.models.config import ModelConfig
 
 BY_TRANSFORMERS = ("smollm3",)  # families that SGLang serves by its code
 DROPPED = ("olmo3",)  # families of which SGLang drops rope_parameters
-OUTSIDE = ("llama", "mistral", "ministral3", "exaone4")  # families of which it hears what stands outside (models/llama.py)
+OUTSIDE = (
+    "llama",
+    "mistral",
+    "ministral3",
+    "exaone4",
+)  # families of which it hears what stands outside (models/llama.py)
 ORIGINAL = "original_max_position_embeddings"
 ITS_OWN = ("attn_factor", "extrapolation_factor")  # keys that SGLang multiplies by, and transformers passes over
 MAGNITUDES, TURNS = ("mscale", "mscale_all_dim"), ("beta_fast", "beta_slow")

@@ -163,13 +163,7 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
     are hidden_size / num_attention_heads wide there, whatever head_dim says, and Mixtral's RoPE is never scaled.
     """
     _check_windows(where, model, longest)
-    if model.family in HEAD_EPS and model.norm_eps != HEAD_EPS[model.family]:
-        raise UserError(
-            f"{where}: rms_norm_eps in its config.json is {model.norm_eps:g}, and SGLang gives the norms of queries and keys of "
-            f"{model.architecture} {HEAD_EPS[model.family]:g}: what it generates is not quite the model's. Write "
-            f"{HEAD_EPS[model.family]:g} there: servers, training and transformers then compute the same, and almost what they "
-            "did. Or take another model."
-        )
+    _check_head_norms(where, model)
     if model.mla is not None and not platform.serves_latents:
         raise UserError(
             f"{where}: {model.architecture} has latent attention, and SGLang 0.5.21 starts with it on {platform.name} and "
@@ -228,6 +222,17 @@ def _check_windows(where: str, model: ModelConfig, longest: int) -> None:
         raise UserError(
             f"{where}: the layers without a window are not every second, third or so (layer_types in its config.json), and "
             f"SGLang builds {model.architecture} in no other way: it cannot serve this model. Take another."
+        )
+
+
+def _check_head_norms(where: str, model: ModelConfig) -> None:
+    """Whether SGLang's norms of queries and keys have the model's epsilon. Raises UserError."""
+    if model.family in HEAD_EPS and model.norm_eps != HEAD_EPS[model.family]:
+        raise UserError(
+            f"{where}: rms_norm_eps in its config.json is {model.norm_eps:g}, and SGLang gives the norms of queries and keys of "
+            f"{model.architecture} {HEAD_EPS[model.family]:g}: what it generates is not quite the model's. Write "
+            f"{HEAD_EPS[model.family]:g} there: servers, training and transformers then compute the same, and almost what they "
+            "did. Or take another model."
         )
 
 

@@ -80,7 +80,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "local": ("gemma3", "Gemma3", LOCAL),
     "norms behind": ("olmo2", "Olmo2", {}),
     "no positions, norms behind": ("exaone4", "Exaone4", LOCAL),
-    "no positions": ("smollm3", "SmolLM3", {}),
     "sinks": ("gpt_oss", "GptOss", SINKS),
 }
 

@@ -228,6 +228,7 @@ MEASURED = (
     Case("partly rotated", dtype="bfloat16", tokens=128),
     Case("norms behind", tokens=128),
     Case("norms behind", dtype="bfloat16", tokens=512),
+    Case("no positions, norms behind", tokens=512),
     Case("sinks", dtype="bfloat16", tokens=256),
     Case("sinks", tokens=256),
     Case("dense, growing queries", tokens=128),

@@ -251,6 +251,22 @@ def test_gpt_oss_is_served_in_its_configs_dtype_and_hashed_on_a_cpu_alone(place:
         check_calls("--tool-parser", "gpt-oss", model)
 
 
+def test_exaone_is_served_where_sglang_counts_its_layers_and_norms_its_heads_alike(place: Place) -> None:
+    recipe, cpu = load_recipe(place.recipe, []).recipe, get_platform("cpu")
+    model = load_model_config(write_tiny_model(place.root / "exaone", "exaone4"))
+    check_servers(recipe, model, cpu)
+    for change, said in (
+        ({"norm_eps": 1e-5}, r"rms_norm_eps in its config\.json is 1e-05.*Write 1e-06 there"),
+        (
+            {"local_layers": frozenset({1})},
+            r"the layers without a window are not every second.*builds Exaone4ForCausalLM in no",
+        ),
+        ({"head_dim": 32}, r"the heads of the model have 32 elements .* Exaone4ForCausalLM with 16"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check_servers(recipe, replace(model, **change), cpu)
+
+
 @pytest.mark.parametrize(
     ("family", "tied", "said"),
     [

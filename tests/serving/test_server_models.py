@@ -97,6 +97,29 @@ def test_sglang_is_told_the_base_that_it_drops_of_olmo_3(tmp_path: Path) -> None
     assert told(rope_theta=500000.0, rope_scaling={"rope_type": "linear", "factor": 2.0}) == {}
 
 
+def test_sglang_is_told_the_base_and_the_pattern_of_exaone(tmp_path: Path) -> None:
+    """It takes 1e6 where the top of the config has no base, and the length of a word for the period of windows."""
+
+    def told(**keys: Any) -> Any:
+        return missing_settings(folder(tmp_path, architectures=["Exaone4ForCausalLM"], num_hidden_layers=4, **keys))
+
+    named = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    published = {"layer_types": named, "sliding_window": 8, "sliding_window_pattern": "LLLG", "rope_theta": 1000000}
+    assert told(**published) == {}
+    assert told(**published | {"rope_theta": 500.0}) == {"rope_theta": 500.0}
+    assert told(**published | {"rope_theta": None, "rope_parameters": {"rope_theta": 7.0}}) == {"rope_theta": 7.0}
+    assert told(**published | {"rope_theta": None}) == {"rope_theta": 10000.0}
+    for pattern in (4, None):
+        assert told(**published | {"sliding_window_pattern": pattern}) == {"sliding_window_pattern": "LLLG"}
+    every_second = published | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    assert told(**every_second) == {"sliding_window_pattern": "LG"}
+    unnamed = {key: value for key, value in published.items() if key != "layer_types"}
+    assert told(**unnamed | {"sliding_window_pattern": 3}) == {"sliding_window_pattern": "LLG"}
+    no_window = published | {"layer_types": ["full_attention"] * 4, "sliding_window": None}
+    assert told(**no_window) == {"sliding_window_pattern": None}
+    assert told(**no_window | {"sliding_window_pattern": None}) == {}
+
+
 def test_sglang_is_told_the_limit_that_transformers_has_in_its_code(tmp_path: Path) -> None:
     assert not hasattr(GptOssConfig(), "swiglu_limit")
     assert missing_settings(folder(tmp_path, architectures=["GptOssForCausalLM"])) == {"swiglu_limit": 7.0}

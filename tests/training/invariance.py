@@ -59,7 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "partly rotated": ("glm4_moe", {"num_hidden_layers": 2}),
     "scaled": ("granite", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
     "norms behind": ("olmo3", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
-    "no positions": ("smollm3", {"num_hidden_layers": 4}),
+    "no positions": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1]}),
     "sinks": ("gpt_oss", {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "critic": ("qwen3", {"num_hidden_layers": 4}),
     "reward": ("qwen3", {"num_hidden_layers": 4}),

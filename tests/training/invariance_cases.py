@@ -53,6 +53,7 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("partly rotated", 2): [{"tp": 2, **SP, "ep": 2}, {"cp": 2}],
     ("scaled", 2): [{"pp": 2}],
     ("norms behind", 2): [{"tp": 2, **SP}],
+    ("no positions", 2): [{"pp": 2}],
     ("sinks", 2): [{"tp": 2, **SP}, {"tp": 2, **SP, "ep": 2}],
 }
 # What the benchmark measures beside them: the axes one by one, and more of their products.
@@ -108,6 +109,7 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("partly rotated", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"pp": 2, "cp": 2}],
     ("scaled", 2): [{"tp": 2, **SP}, {"cp": 2}],
     ("norms behind", 2): [{"tp": 2}, {"cp": 2}, {"pp": 2}],
+    ("no positions", 2): [{"tp": 2, **SP}, {"cp": 2}, {"pp": 2, "vpp": 2}],
     ("norms behind", 4): [{"tp": 2, **SP, "pp": 2}, {"tp": 2, **SP, "cp": 2}],
     ("sinks", 2): [{"cp": 2}, {"pp": 2}, {"ep": 2}],
     ("sinks", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"tp": 2, **SP, "cp": 2, "ep": 2}],
