@@ -102,12 +102,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         {
             **HEADS,
             **SCALED,
-            **{f"{kind}, as published": {**scaled, PUBLISHED: True} for kind, scaled in SCALED.items()},
+            "llama3, as published": {**SCALED["llama3"], PUBLISHED: True},
             "other base": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
-            "other base, as published": {
-                "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
-                PUBLISHED: True,
-            },
+            "first context at the top": {**SCALED["llama3"], "original_max_position_embeddings": 16},
             "no window": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
             "no layer with a window": {"layer_types": ["full_attention"] * 3},
             "every layer with a window": {"layer_types": ["sliding_attention"] * 3},
@@ -123,6 +120,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         {
             **HEADS,
             **SCALED,
+            "attention scaled": {"rope_parameters": YARN | {"attention_factor": 1.7}},
             "other layers": {"no_rope_layers": [0, 1, 1]},
             "other base": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
             "wide heads": {"head_dim": 32},

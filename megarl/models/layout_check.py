@@ -12,6 +12,7 @@ from megarl.core.layout import Layout, stage_layers
 from megarl.models.config import ModelConfig
 
 SHOWN = 3
+BY_TRANSFORMERS = ("smollm3",)  # families that SGLang has no code of its own for
 
 
 def check_layout(config: ModelConfig, layout: Layout, key: str) -> None:
@@ -28,11 +29,12 @@ def check_layout(config: ModelConfig, layout: Layout, key: str) -> None:
 def cuts_servers(config: ModelConfig, tp: int) -> bool:
     """SGLang cuts heads and MLP columns evenly, and repeats key-value heads where there are fewer than ranks.
 
-    Not where a norm goes over all of them: it would meet some more than once (0.5.21, models/olmo2.py).
+    Not where a norm goes over all of them: it would meet some more than once (0.5.21, models/olmo2.py); nor where it serves a
+    family by transformers' code (models/transformers.py).
     """
     heads = config.num_kv_heads
     even = config.num_heads % tp == 0 and config.ffn_hidden_size % tp == 0
-    repeats = tp % heads == 0 and not config.whole_qk_norm
+    repeats = tp % heads == 0 and not config.whole_qk_norm and config.family not in BY_TRANSFORMERS
     return even and (config.mla is not None or heads % tp == 0 or repeats)
 
 

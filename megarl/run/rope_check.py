@@ -14,8 +14,8 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
+from megarl.models.layout_check import BY_TRANSFORMERS
 
-BY_TRANSFORMERS = ("smollm3",)  # families that SGLang serves by its code
 DROPPED = ("olmo3",)  # families of which SGLang drops rope_parameters
 OUTSIDE = (
     "llama",
@@ -29,7 +29,8 @@ MAGNITUDES, TURNS = ("mscale", "mscale_all_dim"), ("beta_fast", "beta_slow")
 
 
 def check_served_rope(where: str, folder: Path, model: ModelConfig) -> None:
-    """Raise UserError for a scaling that SGLang reads otherwise, with what to write in its place. Latent attention reads its own.
+    """Raise UserError for a scaling that SGLang reads otherwise, with what to write in its place. Latent attention reads its own,
+    and transformers' code what transformers reads.
 
     0.5.21 drops OLMo-3's rope_parameters, or ends over them (configs/olmo3.py); of what is not scaled it is told the rest
     (server_models). Of the first context it mostly reads the object of the scaling alone; of yarn it wants the factor, and knows

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.models.config import ModelConfig
+from megarl.models.layout_check import BY_TRANSFORMERS
 from megarl.models.rules import Rule, Source, rules
 
 VOCAB_PADDING = 64  # SGLang's DEFAULT_VOCAB_PADDING_SIZE
@@ -17,7 +18,6 @@ VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 ROUTER = "mlp.router.weight"
 WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite")  # families
 NORM = "layernorm.weight"
-UNFUSED = ("smollm3",)  # families that SGLang serves by transformers' code (models/transformers.py)
 SHARED, ROUTED = ".shared_experts.", ".experts."
 KEYS_VALUES = (".k_proj.", ".v_proj.")
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -109,12 +109,12 @@ def _engine_name(config: ModelConfig, name: str, rule: Rule) -> str:
         path = f"{experts}.experts.{EXPERTS[linear]}"
     else:
         module, _, kind = path.rpartition(".")
-        fused = {} if config.family in UNFUSED else dict(GATED)
+        fused = dict(GATED)
         if config.mla is None:
-            fused |= {} if config.family in UNFUSED else HEADS
+            fused |= HEADS
         elif config.mla.q_rank is not None:
             fused |= LATENT
-        path = f"{fused.get(module, module)}.{kind}"
+        path = path if config.family in BY_TRANSFORMERS else f"{fused.get(module, module)}.{kind}"
     return f"{prefix}.layers.{number}.{path}"
 
 

@@ -70,8 +70,14 @@ def test_the_first_context_of_llama3_is_read_inside_too(source: Path) -> None:
 
 
 def test_of_llamas_kind_sglang_hears_what_stands_outside_as_transformers_does(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path, "llama")
-    checked(folder, rope_theta=THETA, rope_scaling=YARN, original_max_position_embeddings=32)
+    for family in ("llama", "exaone4"):
+        folder = write_tiny_model(tmp_path / family, family)
+        checked(folder, rope_theta=THETA, rope_scaling=YARN, original_max_position_embeddings=32)
+
+
+def test_what_transformers_code_serves_is_served_whatever_it_reads(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "smollm3")
+    checked(folder, rope_theta=THETA, rope_scaling=YARN | {"attention_factor": 1.7})
 
 
 def test_olmo_3_is_served_with_the_keys_of_the_published_models(tmp_path: Path) -> None:
