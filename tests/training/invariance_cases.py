@@ -109,8 +109,8 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("partly rotated", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"pp": 2, "cp": 2}],
     ("scaled", 2): [{"tp": 2, **SP}, {"cp": 2}],
     ("norms behind", 2): [{"tp": 2}, {"cp": 2}, {"pp": 2}],
-    ("no positions", 2): [{"tp": 2, **SP}, {"cp": 2}, {"pp": 2, "vpp": 2}],
     ("norms behind", 4): [{"tp": 2, **SP, "pp": 2}, {"tp": 2, **SP, "cp": 2}],
+    ("no positions", 2): [{"tp": 2, **SP}, {"cp": 2}, {"pp": 2, "vpp": 2}],
     ("sinks", 2): [{"cp": 2}, {"pp": 2}, {"ep": 2}],
     ("sinks", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"tp": 2, **SP, "cp": 2, "ep": 2}],
 }
