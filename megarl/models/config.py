@@ -163,7 +163,7 @@ class ModelConfig:
 
     @property
     def mixed_ropes(self) -> bool:
-        """Whether layers differ in their rotary positions, and in more than which have some: by frequencies or their scale."""
+        """Whether layers rotate by different frequencies, or only some by a RoPE that scales their logits."""
         return self.local_rope is not None or (bool(self.unrotated_layers) and self.rope.kind in ("yarn", "longrope"))
 
     @property

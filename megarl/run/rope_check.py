@@ -17,20 +17,17 @@ from megarl.models.config import ModelConfig
 from megarl.models.layout_check import BY_TRANSFORMERS
 
 DROPPED = ("olmo3",)  # families of which SGLang drops rope_parameters
-OUTSIDE = (
-    "llama",
-    "mistral",
-    "ministral3",
-    "exaone4",
-)  # families of which it hears what stands outside (models/llama.py)
+# Families of which it hears what stands outside (models/llama.py, exaone4.py).
+OUTSIDE = ("llama", "mistral", "ministral3", "exaone4")
 ORIGINAL = "original_max_position_embeddings"
 ITS_OWN = ("attn_factor", "extrapolation_factor")  # keys that SGLang multiplies by, and transformers passes over
 MAGNITUDES, TURNS = ("mscale", "mscale_all_dim"), ("beta_fast", "beta_slow")
 
 
 def check_served_rope(where: str, folder: Path, model: ModelConfig) -> None:
-    """Raise UserError for a scaling that SGLang reads otherwise, with what to write in its place. Latent attention reads its own,
-    and transformers' code what transformers reads.
+    """Raise UserError for a scaling that SGLang reads otherwise, with what to write in its place.
+
+    Latent attention reads its own, and transformers' code what transformers reads.
 
     0.5.21 drops OLMo-3's rope_parameters, or ends over them (configs/olmo3.py); of what is not scaled it is told the rest
     (server_models). Of the first context it mostly reads the object of the scaling alone; of yarn it wants the factor, and knows
