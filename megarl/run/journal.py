@@ -20,6 +20,7 @@ from megarl.core.types import EvalResult
 from megarl.core.versions import installed
 from megarl.data.digests import NO_DIGESTS, Digests
 from megarl.data.rows import data_files
+from megarl.hub.recipe import MODELS
 from megarl.models.fingerprint import fingerprint
 from megarl.recipe.check import unread_keys
 from megarl.recipe.load import Loaded, load_recipe
@@ -87,8 +88,9 @@ HELD_OUT = ("eval", "eval_config", "eval_split")  # keys of data
 TAUGHT = "log-probs that teacher.servers say of a text"
 HELD_OUT_ROWS = "files of data.eval"
 BEGIN_ANEW = "Begin a journal anew with --discard-journal."
-ROWS_PATH, MODEL_PATH = "data.train", "model.path"
-MODEL = "model's fingerprint"
+ROWS_PATH = "data.train"
+# Which model lies at each path: the key's -> the name of its fingerprint.
+FINGERPRINTS = {key: f"{key.removesuffix('.path')}'s fingerprint" for key in MODELS}
 OF_ROWS = f" of the rows of {ROWS_PATH}"
 PACKAGES = ("torch", "megatron-core")
 SHOWN = 5  # differences
@@ -111,7 +113,11 @@ def made_with(recipe: Recipe, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
             found[f"source of {text}"] = sum_file(source).crc32
     weights = sorted([*recipe.model.path.glob("*.safetensors"), recipe.model.path / "config.json"])
     found["model's files"] = [f"{path.name}: {path.stat().st_size} bytes" for path in weights if path.exists()]
-    found[MODEL] = fingerprint(recipe.model.path)
+    folders = {key: Path(values[key]) for key in MODELS if values.get(key) is not None}
+    # What a replay has another of may be gone.
+    found |= {
+        FINGERPRINTS[key]: fingerprint(folder) for key, folder in folders.items() if (folder / "config.json").exists()
+    }
     found |= {f"{name}{OF_ROWS}": digest for name, digest in digests.items()}
     return found | {package: installed(package) for package in PACKAGES}
 
@@ -131,10 +137,10 @@ def check_journal(recipe: Recipe, digests: Digests, taught: Sequence[float] = ()
     # The journal of an older megarl says nothing of rows.
     known = digests if any(name.endswith(OF_ROWS) for name in before) else NO_DIGESTS
     now: dict[str, Any] = json.loads(json.dumps(made_with(recipe, known)))
-    # What rows say and which model it is decide, and not where they are. The journal of an older megarl says less of both.
+    # What rows say and which models they are decide, and not where they are. The journal of an older megarl says less of both.
     others = {
         ROWS_PATH if known else "",
-        MODEL_PATH if MODEL in before else MODEL,
+        *(key if name in before and name in now else name for key, name in FINGERPRINTS.items()),
         *TROUBLE,
         *_later_keys(recipe, before),
     }
@@ -212,7 +218,8 @@ def changes(folder: Path, before: Recipe, now: Recipe) -> list[str]:
     written = read_object(folder / JOURNAL / MADE_WITH, "It is of no run of this version.")
     was, new = made_with(before), made_with(now)
     found = {name: (was.get(name), new.get(name)) for name in dict.fromkeys([*was, *new])}
-    found |= {name: (written.get(name), new[name]) for name in PACKAGES}
+    as_written = (*PACKAGES, *FINGERPRINTS.values())  # at the same path may be another model by now
+    found |= {name: (written[name], new[name]) for name in as_written if name in written and name in new}
     return [f"  {name} was {a!r} and is {b!r}" for name, (a, b) in found.items() if a != b]
 
 

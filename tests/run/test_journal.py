@@ -17,7 +17,15 @@ from megarl.recipe.schema import Recipe
 from megarl.recipe.source import dump_yaml
 from megarl.report.history import METRICS_FILE
 from megarl.rollout.journal import JOURNAL, steps_of
-from megarl.run.journal import MADE_WITH, begin_journal, check_journal, evaluations_before, made_with, trim_journal
+from megarl.run.journal import (
+    MADE_WITH,
+    begin_journal,
+    changes,
+    check_journal,
+    evaluations_before,
+    made_with,
+    trim_journal,
+)
 from megarl.training.run_checkpoints import Committed
 from tests.rollout.test_collector import make_recipe
 
@@ -167,6 +175,47 @@ def test_the_model_may_be_in_another_folder_as_long_as_it_is_the_same(tmp_path: 
     check_journal(recipe_of(tmp_path), ROWS)  # one of an older megarl says nothing of it
     with pytest.raises(UserError, match=r"model\.path was "):
         check_journal(moved, ROWS)
+
+
+OTHER_MODELS: dict[str, dict[str, Any]] = {
+    "critic": {"algorithm": {"advantage": "gae"}},
+    "reward_model": {},
+    "teacher": {"algorithm": {"policy_loss": "distill"}},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_other_weights_of_any_model_that_is_learned_from_are_refused(tmp_path: Path, name: str) -> None:
+    """What they say of samples is not written down: steps that were done would be learned otherwise."""
+    folder = shutil.copytree(recipe_of(tmp_path).model.path, tmp_path / name)
+
+    def recipe(path: Path) -> Recipe:
+        return recipe_of(tmp_path, **{name: {"path": str(path)}}, **OTHER_MODELS[name])
+
+    begin_journal(recipe(folder), ROWS, keeps=False)
+    moved = recipe(shutil.copytree(folder, tmp_path / "moved"))
+    check_journal(moved, ROWS)
+    assert changes(tmp_path / "run", recipe(folder), recipe(folder)) == []
+    (folder / "model.safetensors").write_bytes(b"another")  # as large
+    [line] = changes(tmp_path / "run", recipe(folder), recipe(folder))
+    assert line.startswith(f"  {name}'s fingerprint was ")
+    with pytest.raises(UserError, match=rf"{name}'s fingerprint was ") as caught:
+        check_journal(recipe(folder), ROWS)
+    assert "model's files" not in str(caught.value) and "path" not in str(caught.value).replace(str(tmp_path), "")
+    with pytest.raises(UserError, match=rf"{name}\.path was .*{name}"):
+        check_journal(recipe_of(tmp_path, **OTHER_MODELS[name]), ROWS)
+    written = tmp_path / "run" / JOURNAL / MADE_WITH
+    made = json.loads(written.read_text())
+    written.write_text(json.dumps({key: made[key] for key in made if key != f"{name}'s fingerprint"}))
+    check_journal(recipe(folder), ROWS)  # one of an older megarl says nothing of it
+    with pytest.raises(UserError, match=rf"{name}\.path was "):
+        check_journal(moved, ROWS)
+
+
+def test_a_model_that_is_gone_has_no_fingerprint(tmp_path: Path) -> None:
+    """A replay may have another in its place, and says that the path is another."""
+    gone = recipe_of(tmp_path, teacher={"path": str(tmp_path / "gone")}, **OTHER_MODELS["teacher"])
+    assert "teacher's fingerprint" not in made_with(gone) and "model's fingerprint" in made_with(gone)
 
 
 def test_a_new_run_begins_with_nothing(tmp_path: Path, journal: Path) -> None:
