@@ -70,6 +70,11 @@ class Optimizer(Section):
         """Steps of warm-up among so many."""
         return self.warmup_steps or math.ceil(self.warmup_share * total_steps)
 
+    @property
+    def follows_length(self) -> bool:
+        """Whether learning rates of first steps are others in a longer run."""
+        return self.schedule != "constant" or (self.warmup_share > 0 and not self.warmup_steps)
+
 
 ALL_LINEARS = ("all",)
 

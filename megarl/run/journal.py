@@ -88,7 +88,7 @@ HELD_OUT = ("eval", "eval_config", "eval_split")  # keys of data
 TAUGHT = "log-probs that teacher.servers say of a text"
 HELD_OUT_ROWS = "files of data.eval"
 BEGIN_ANEW = "Begin a journal anew with --discard-journal."
-ROWS_PATH = "data.train"
+ROWS_PATH, LENGTH = "data.train", "train.steps"
 # Which model lies at each path: the key's -> the name of its fingerprint.
 FINGERPRINTS = {key: f"{key.removesuffix('.path')}'s fingerprint" for key in MODELS}
 OF_ROWS = f" of the rows of {ROWS_PATH}"
@@ -105,8 +105,8 @@ def made_with(recipe: Recipe, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
     """
     values = dict(_leaves(recipe.model_dump(mode="json"), ""))
     found = {name: value for name, value in values.items() if not _harmless(name)}
-    if any(role.optimizer.schedule != "constant" for role in (recipe.actor, recipe.critic) if role is not None):
-        found["train.steps"] = recipe.train.steps  # learning rates are a part of the way there
+    if any(role.optimizer.follows_length for role in (recipe.actor, recipe.critic) if role is not None):
+        found[LENGTH] = recipe.train.steps
     named = (text for name, value in values.items() if name in found for text in _texts(value))
     for text in named:
         if (match := FUNCTION.fullmatch(text)) and (source := _source(match[1])) is not None:
@@ -141,6 +141,7 @@ def check_journal(recipe: Recipe, digests: Digests, taught: Sequence[float] = ()
     others = {
         ROWS_PATH if known else "",
         *(key if name in before and name in now else name for key, name in FINGERPRINTS.items()),
+        LENGTH if LENGTH not in before else "",  # a schedule that it counts for now is another, or an older megarl's
         *TROUBLE,
         *_later_keys(recipe, before),
     }
