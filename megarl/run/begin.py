@@ -102,15 +102,15 @@ def opened(
             if forgets and committed is None:
                 shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
                 (folder / METRICS_FILE).unlink(missing_ok=True)
-            save_recipe(loaded, folder)
             if committed is not None:
                 note_older_export(folder, committed.step)
             logs.enter_context(setup_logging(folder / DRIVER_LOG))
             forget_progress((folder / DRIVER_LOG).parent)
             resumed = committed.step if committed else None
             alone = recovered or started_again()
-            writers = open_writers(folder, recipe, resumed_step=resumed, recovered=alone)
-        stack.enter_context(writers)
+            writers = stack.enter_context(open_writers(folder, recipe, resumed_step=resumed, recovered=alone))
+            # After the rows behind the checkpoint are gone: it is what their evaluations were made with.
+            save_recipe(loaded, folder)
         console = stack.enter_context(RunConsole(recipe.run.name, recipe.train.steps, out))
 
         def on_phase(step: int | None, phase: str | None) -> None:

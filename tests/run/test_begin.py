@@ -18,11 +18,13 @@ from megarl.core.progress import Progress, read_progress
 from megarl.core.ray_env import AGAIN_VARIABLE
 from megarl.core.stop import STOP_SIGNAL, StopRequest
 from megarl.recipe.load import load_recipe
+from megarl.recipe.save import save_recipe
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import SftRecipe
 from megarl.report.writers import open_writers
 from megarl.run import begin, supervised, train
 from megarl.run.exported import NOTE, exported_step
+from megarl.run.journal import evaluations_before
 from megarl.run.lock import LOCK, locked
 from megarl.run.serve import servable
 from megarl.training import run_checkpoints
@@ -86,6 +88,34 @@ def test_a_request_to_stop_that_comes_before_the_start_is_heeded(
     words = (f"run.name=stopped_{kind}", "cluster.platform=cpu", "train.steps=2")
     book = driver.run(Recipe if kind == "train" else SftRecipe, world / f"{kind}.yaml", words, world)
     assert ("stopped", "stopped as it was asked to, after step 1 of 2, which is committed.") in book.told
+
+
+@pytest.mark.parametrize("last", ["setup_logging", "open_writers", "save_recipe"])
+def test_evaluations_are_not_taken_for_those_of_a_start_that_came_to_nothing(
+    last: str, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked with other keys, and was killed at one of its first files: step 3, behind the checkpoint, is asked anew."""
+    words = [f"run.name=stale_{last}", "cluster.platform=cpu", f"data.eval={world / 'prompts.jsonl'}", "train.steps=3"]
+    driver.run(Recipe, world / "train.yaml", (*words, "train.save_every=2"), world)
+    old = load_recipe(world / "train.yaml", words, Recipe)
+    folder = old.recipe.run.folder
+    save_recipe(old, folder)
+    shutil.rmtree(folder / "checkpoints" / "step_000003")
+    with (folder / "metrics.jsonl").open("a") as rows:
+        rows.write('{"step": 3, "eval/accuracy": 0.5}\n')
+    new = load_recipe(world / "train.yaml", [*words, "eval.samples_per_prompt=4", "eval.temperature=1.0"], Recipe)
+    assert 3 in evaluations_before(old) and evaluations_before(new) == {}
+    done = getattr(begin, last)
+
+    def killed_after(*arguments: Any, **named: Any) -> Any:
+        done(*arguments, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(begin, last, killed_after)
+    committed = run_checkpoints.Checkpoints(folder / "checkpoints", keep_last=9).latest()
+    with pytest.raises(KeyboardInterrupt), begin.opened(new, [], committed, StopRequest()):
+        raise AssertionError("it has begun")
+    assert committed.step == 2 and 3 not in evaluations_before(new)
 
 
 @pytest.mark.parametrize("name", ["logs", "journal", "metrics.jsonl"])
