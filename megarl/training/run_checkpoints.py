@@ -188,9 +188,11 @@ def step_damage(folder: Path, *, read: bool) -> list[str]:
     if problems := file_damage(folder, sums, read=read):
         return problems
     try:
-        read_object(folder / STATE, DAMAGED)
+        step = read_object(folder / STATE, DAMAGED).get("step")
     except UserError:
         return [f"{STATE} is missing or broken"]
+    if (match := PATTERN.fullmatch(folder.name)) and int(match[1]) != step:
+        return [f"it is of step {step}, as its {STATE} says: the folder has another's name"]
     roles = [name.removesuffix(f"/{MANIFEST}") for name in sums if name.endswith(f"/{MANIFEST}")]
     return [f"{role}: {problem}" for role in roles for problem in checkpoint_damage(folder / role, read=read)]
 

@@ -179,6 +179,20 @@ def test_a_damaged_one_is_named_and_passed_over(
     assert f"{newest} is damaged and is passed over: {problem}" in caplog.text
 
 
+def test_one_under_another_steps_name_is_damaged_and_by_a_name_of_ones_own_is_not(tmp_path: Path) -> None:
+    """It would be gone on from as if the steps between had been made."""
+    checkpoints = Checkpoints(tmp_path, keep_last=3)
+    for step in (1, 2):
+        save(checkpoints, step, write_weights, {})
+    later = (tmp_path / "step_000002").rename(tmp_path / "step_000009")
+    problem = "it is of step 2, as its state.json says: the folder has another's name"
+    for read in (False, True):
+        assert step_damage(later, read=read) == [problem]
+    assert checkpoints.latest().step == 1 and [each.step for each in checkpoints.committed()] == [1]
+    assert step_damage(later.rename(tmp_path / "step_2"), read=True) == []
+    assert step_damage((tmp_path / "step_2").rename(tmp_path / "the best"), read=True) == []
+
+
 def test_one_that_its_run_removes_while_it_is_read_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
