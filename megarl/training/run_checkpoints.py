@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class Checkpoints:
         Raises MegarlError where it cannot be made.
         """
         temporary = self._temporary(step)
-        shutil.rmtree(temporary, ignore_errors=True)
+        _erase(temporary)
         folders = {role: (temporary / role).resolve() for role in roles}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -101,16 +101,16 @@ class Checkpoints:
                 self._remove(folder)
         # Left by whoever was killed while it wrote or removed; nobody else saves now.
         for left in [*self.folder.glob(f"{WRITTEN}step_*"), *self.folder.glob(f"{REMOVED}step_*")]:
-            shutil.rmtree(left, ignore_errors=True)
+            _erase(left)
         return target
 
     def _remove(self, folder: Path) -> None:
         """At once, as others see it: what is half removed has no name of a checkpoint."""
-        if folder.exists():
+        if folder.exists() or folder.is_symlink():  # of a link that leads nowhere the first is false
             gone = folder.with_name(f"{REMOVED}{folder.name}")
-            shutil.rmtree(gone, ignore_errors=True)
+            _erase(gone)
             folder.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)  # else by the next commit
+            _erase(gone)  # else by the next commit
 
     def committed(self) -> list[Committed]:
         """Checkpoints that were committed and can be told so, oldest first; what is half-written is not listed.
@@ -155,10 +155,11 @@ class Checkpoints:
 
     def abandon(self) -> list[int]:
         """Remove what was begun and not committed, once nobody writes it any more; its steps."""
-        begun = sorted(self.folder.glob(f"{WRITTEN}step_*"))
-        for folder in begun:
-            shutil.rmtree(folder, ignore_errors=True)
-        return [int(folder.name.rpartition("_")[2]) for folder in begun]
+        found = [(PATTERN.fullmatch(each.name, len(WRITTEN)), each) for each in self.folder.glob(f"{WRITTEN}step_*")]
+        begun = sorted((int(match[1]), folder) for match, folder in found if match)
+        for _, folder in begun:
+            _erase(folder)
+        return [step for step, _ in begun]
 
     def naming(self, step: int) -> AbstractContextManager[None]:
         """Errors within speak of the checkpoint by its final name."""
@@ -174,6 +175,15 @@ class Checkpoints:
         """Step and folder of each checkpoint under its final name and with its marker, oldest first."""
         found = [(PATTERN.fullmatch(folder.name), folder) for folder in self.folder.glob("step_*")]
         return sorted((int(match[1]), folder) for match, folder in found if match and (folder / MARKER).exists())
+
+
+def _erase(path: Path) -> None:
+    """As far as that can be done. Of a link the link alone: what is behind it may be another run's, or a copy to keep."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def step_damage(folder: Path, *, read: bool) -> list[str]:
@@ -192,7 +202,7 @@ def step_damage(folder: Path, *, read: bool) -> list[str]:
     except UserError:
         return [f"{STATE} is missing or broken"]
     if (match := PATTERN.fullmatch(folder.name)) and int(match[1]) != step:
-        return [f"it is of step {step}, as its {STATE} says: the folder has another's name"]
+        return [f"it is of step {step}, as its {STATE} says: the folder needs that step's name"]
     roles = [name.removesuffix(f"/{MANIFEST}") for name in sums if name.endswith(f"/{MANIFEST}")]
     return [f"{role}: {problem}" for role in roles for problem in checkpoint_damage(folder / role, read=read)]
 

@@ -74,6 +74,40 @@ def test_one_that_is_removed_is_gone_at_once_and_what_was_left_is_removed_later(
     assert [path.name for path in tmp_path.iterdir()] == ["step_000004"]
 
 
+def test_one_that_was_moved_and_linked_back_goes_as_a_link_and_is_kept_where_it_is(tmp_path: Path) -> None:
+    folder, far = tmp_path / "checkpoints", tmp_path / "far"
+    checkpoints = Checkpoints(folder, keep_last=1)
+    save(checkpoints, 2, write_weights, {}).rename(far)
+    (folder / "step_000002").symlink_to(far)
+    assert checkpoints.latest().step == 2
+    (folder / ".old-step_000001").symlink_to(far)  # as an older megarl left it
+    save(checkpoints, 4, write_weights, {})
+    assert [path.name for path in folder.iterdir()] == ["step_000004"] and step_damage(far, read=True) == []
+
+
+@pytest.mark.parametrize("name", ["step_000004", ".old-step_000004", ".tmp-step_000004"])
+@pytest.mark.parametrize("place", ["a file", "a link to nothing", "a link to a folder"])
+def test_what_stands_at_the_name_of_the_next_gives_way(tmp_path: Path, name: str, place: str) -> None:
+    folder, far = tmp_path / "checkpoints", tmp_path / "far"
+    checkpoints = Checkpoints(folder, keep_last=1)
+    save(checkpoints, 2, write_weights, {})
+    (far / "actor").mkdir(parents=True)
+    if place == "a file":
+        (folder / name).touch()
+    else:
+        (folder / name).symlink_to(far if place == "a link to a folder" else tmp_path / "nothing")
+    target = save(checkpoints, 4, write_weights, {})
+    assert [path.name for path in folder.iterdir()] == [target.name] and not target.is_symlink()
+    assert checkpoints.latest().step == 4 and [path.name for path in far.rglob("*")] == ["actor"]
+
+
+def test_only_what_a_run_began_is_abandoned(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints.begin(12, ["actor"])
+    (tmp_path / ".tmp-step_of mine").mkdir()
+    assert checkpoints.abandon() == [12] and [path.name for path in tmp_path.iterdir()] == [".tmp-step_of mine"]
+
+
 def test_a_save_that_fails_leaves_the_older_one_in_force(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     save(checkpoints, 1, write_weights, {})
@@ -185,7 +219,7 @@ def test_one_under_another_steps_name_is_damaged_and_by_a_name_of_ones_own_is_no
     for step in (1, 2):
         save(checkpoints, step, write_weights, {})
     later = (tmp_path / "step_000002").rename(tmp_path / "step_000009")
-    problem = "it is of step 2, as its state.json says: the folder has another's name"
+    problem = "it is of step 2, as its state.json says: the folder needs that step's name"
     for read in (False, True):
         assert step_damage(later, read=read) == [problem]
     assert checkpoints.latest().step == 1 and [each.step for each in checkpoints.committed()] == [1]
