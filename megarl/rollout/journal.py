@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 import sqlite3
 import time
@@ -32,6 +33,7 @@ log = get_logger(__name__)
 JOURNAL = "journal"  # in the run's folder
 BUSY_S = 10.0  # that a reader waits for whoever writes the same file
 OPEN_FILES = 4  # that one process writes at a time: steps under way
+FILES, OF_STEP = "step_*-*.sqlite", re.compile(r"step_(\d+)-")  # names of files, and the step in them
 GREEDY = -1  # the position of a greedy answer; others count from 0
 
 TABLE = f"create table if not exists samples ({', '.join(COLUMNS)})"
@@ -168,7 +170,7 @@ class Journal:
 
     def _find(self, task: GroupTask, prompt: Prompt) -> Written | None:
         found: list[Written] = []
-        for path in sorted(self._folder.glob(f"step_{task.step:06d}-*.sqlite")):
+        for _, path in _files(self._folder, _of_step(task.step)):
             try:
                 group = _read(path, task, prompt)
             except (
@@ -207,21 +209,20 @@ def _read(path: Path, task: GroupTask, prompt: Prompt) -> Written | None:
 
 def steps_of(folder: Path) -> list[int]:
     """Steps that the journal has groups of, in order."""
-    return sorted({_step(path) for path in folder.glob("step_*-*.sqlite")})
+    return sorted({step for step, _ in _files(folder)})
 
 
 def forget(folder: Path, *, before: int | None = None, after: int | None = None) -> None:
     """Remove groups that were meant for steps before `before`, and for those after `after`."""
-    for path in folder.glob("step_*-*.sqlite*"):  # what SQLite keeps beside a file goes with it
-        step = _step(path)
+    for step, path in _files(folder, f"{FILES}*"):  # what SQLite keeps beside a file goes with it
         if (before is not None and step < before) or (after is not None and step > after):
             path.unlink(missing_ok=True)
 
 
 def forget_others(folder: Path, step: int, known: Collection[tuple[int, int, int]]) -> None:
     """Remove groups that were meant for this step or later ones, and are none of these. known: row, step, first sample."""
-    for path in folder.glob("step_*-*.sqlite"):
-        if (meant := _step(path)) < step:
+    for meant, path in _files(folder):
+        if meant < step:
             continue
         try:
             with closing(sqlite3.connect(path, timeout=BUSY_S)) as file, file:
@@ -238,7 +239,7 @@ def forget_groups(folder: Path, groups: Collection[tuple[int, int, int]]) -> Non
     """Remove these groups, whoever wrote them down. groups: row, step, first sample."""
     for step in {step for _, step, _ in groups}:
         gone = [(row, first) for row, at, first in groups if at == step]
-        for path in folder.glob(f"step_{step:06d}-*.sqlite"):
+        for _, path in _files(folder, _of_step(step)):
             try:
                 with closing(sqlite3.connect(path, timeout=BUSY_S)) as file, file:
                     file.executemany("delete from samples where row = ? and first = ?", gone)
@@ -246,5 +247,11 @@ def forget_groups(folder: Path, groups: Collection[tuple[int, int, int]]) -> Non
                 log.warning("%s keeps samples without a grade or a response: %s", path, error)
 
 
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_").partition("-")[0])
+def _of_step(step: int) -> str:
+    return f"step_{step:06d}-*.sqlite"
+
+
+def _files(folder: Path, pattern: str = FILES) -> list[tuple[int, Path]]:
+    """Step and path of each file of groups, sorted; what only has such a name, a folder or somebody's copy, is passed over."""
+    found = [(OF_STEP.match(path.name), path) for path in folder.glob(pattern)]
+    return sorted((int(match[1]), path) for match, path in found if match and not path.is_dir())

@@ -30,7 +30,7 @@ from megarl.report.history import METRICS_FILE, best_steps
 from megarl.report.writers import Writers, open_writers
 from megarl.run.ending import ending, writing
 from megarl.run.epochs import counts_rows, in_steps, with_steps
-from megarl.run.exported import EXPORT, note_export, note_older_export
+from megarl.run.exported import EXPORT, check_note, note_export, note_older_export
 from megarl.run.lock import check_unlocked, locked
 from megarl.run.model_check import with_linears
 from megarl.run.preflight import CHECKPOINTS, check_start, reading
@@ -99,6 +99,7 @@ def opened(
         for line in lines:
             out.print(line, highlight=False, soft_wrap=True)
         with writing(folder):
+            check_note(folder)
             if forgets and committed is None:
                 shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
                 (folder / METRICS_FILE).unlink(missing_ok=True)

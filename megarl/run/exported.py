@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 from megarl.core.json_file import read_object
@@ -16,6 +18,12 @@ def note_export(folder: Path, step: int) -> None:
     temporary = folder / f".{NOTE}.tmp"
     temporary.write_text(json.dumps({"step": step}))
     temporary.replace(folder / NOTE)
+
+
+def check_note(folder: Path) -> None:
+    """Whether `note_export` will be able to, in the end. Raises OSError."""
+    if (folder / NOTE).is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(folder / NOTE))
 
 
 def note_older_export(folder: Path, step: int) -> None:

@@ -19,7 +19,16 @@ from hypothesis import strategies as st
 from megarl.core.types import Prompt, Sample, Status, VersionSpan
 from megarl.data.blocks import laid, sample_block
 from megarl.rollout.attempt import Attempt, failed_sample
-from megarl.rollout.journal import SELECT, Journal, JournalError, Written, forget, forget_others, steps_of
+from megarl.rollout.journal import (
+    SELECT,
+    Journal,
+    JournalError,
+    Written,
+    forget,
+    forget_groups,
+    forget_others,
+    steps_of,
+)
 from megarl.rollout.journal_rows import SINCE, _crc
 from megarl.rollout.tasks import GroupTask
 from megarl.serving.sampling import Sampling
@@ -328,3 +337,19 @@ def test_steps_are_forgotten(tmp_path: Path) -> None:
     forget(tmp_path, after=4)
     assert steps_of(tmp_path) == [3, 4]
     assert {path.name[: len("step_000000")] for path in tmp_path.iterdir()} == {"step_000003", "step_000004"}
+
+
+def test_what_only_has_the_name_of_such_a_file_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (2, 3):
+        write(tmp_path, replace(TASK, step=step))
+    strangers = {"step_old-x.sqlite", "step_000002-aa.sqlite", "step_000009-bb.sqlite"}
+    (tmp_path / "step_old-x.sqlite").touch()
+    for name in strangers - {"step_old-x.sqlite"}:
+        (tmp_path / name).mkdir()
+    assert steps_of(tmp_path) == [2, 3] and find(tmp_path) is not None
+    known = (TASK.row, 2, TASK.first)
+    forget_groups(tmp_path, [known])
+    forget_others(tmp_path, 1, {known})
+    forget(tmp_path, before=3)
+    forget(tmp_path, after=2)
+    assert {path.name for path in tmp_path.iterdir()} == strangers and not caplog.text

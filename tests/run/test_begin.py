@@ -118,7 +118,7 @@ def test_evaluations_are_not_taken_for_those_of_a_start_that_came_to_nothing(
     assert committed.step == 2 and 3 not in evaluations_before(new)
 
 
-@pytest.mark.parametrize("name", ["logs", "journal", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["logs", "journal", "metrics.jsonl", "exported.json"])
 def test_what_stands_in_the_place_of_a_runs_files_is_named(world: Path, name: str) -> None:
     run_name = f"in_the_way_{name.partition('.')[0]}"
     folder = world / "runs" / run_name
@@ -126,7 +126,7 @@ def test_what_stands_in_the_place_of_a_runs_files_is_named(world: Path, name: st
     file = folder / name
     if file.exists():
         file.rename(file.with_name("moved"))
-    if "." in name:
+    if "." in name:  # what would be a file
         file.mkdir()
     else:
         file.touch()
