@@ -228,7 +228,7 @@ def evaluations_before(loaded: Loaded[Recipe]) -> dict[int, EvalResult]:
     """Evaluations that the run in this folder has made, by step: a step that is made again need not be evaluated again.
 
     loaded: with files in the place of names. None where held-out rows or how they are asked were others, or nothing is there;
-    nor of a life without a journal, whose steps are not those that are made again.
+    nor of a life without a journal, whose steps are not those that are made again. Raises UserError where its recipe is broken.
     """
     recipe, folder = loaded.recipe, loaded.recipe.run.folder
     if not (folder / METRICS_FILE).is_file() or not (folder / RECIPE_FILE).is_file():
@@ -236,7 +236,13 @@ def evaluations_before(loaded: Loaded[Recipe]) -> dict[int, EvalResult]:
     written, rows = folder / JOURNAL / MADE_WITH, _held_out(recipe)
     if rows and written.exists() and read_object(written, BEGIN_ANEW).get(HELD_OUT_ROWS, rows) != rows:
         return {}
-    before = load_recipe(folder / RECIPE_FILE, (), Recipe).recipe
+    try:
+        before = load_recipe(folder / RECIPE_FILE, (), Recipe).recipe
+    except UserError as error:
+        raise UserError(
+            f"{error}\nThat file is what the run was made with, of which only evaluations are looked at. It may be removed: "
+            "steps that are made again are then evaluated again."
+        ) from error
     now = loaded.with_names().data
     if (
         not before.train.journal

@@ -305,6 +305,20 @@ def test_evaluations_of_a_life_without_a_journal_are_of_weights_that_the_journal
     assert found == [[2], []]
 
 
+@pytest.mark.parametrize("content", [b"\xff\x00", b"", b"older_key: 1\n"])
+def test_a_broken_recipe_in_the_runs_folder_may_be_removed(tmp_path: Path, content: bytes) -> None:
+    recipe = recipe_of(tmp_path)
+    loaded = Loaded(recipe, {}, {}, tmp_path / "recipe.yaml", (), {})
+    recipe.run.folder.mkdir()
+    (recipe.run.folder / METRICS_FILE).write_text('{"step": 2, "eval/accuracy": 0.5}\n')
+    written = recipe.run.folder / RECIPE_FILE
+    written.write_bytes(content)
+    with pytest.raises(UserError, match=rf"{written}(.|\n)*It may be removed: steps that are made again are then eval"):
+        evaluations_before(loaded)
+    written.unlink()
+    assert evaluations_before(loaded) == {}
+
+
 def test_a_journal_behind_a_link_is_begun_anew_as_well(tmp_path: Path, journal: Path) -> None:
     elsewhere = journal.rename(tmp_path / "elsewhere")
     journal.symlink_to(elsewhere)
