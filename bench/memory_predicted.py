@@ -67,6 +67,7 @@ CASES = (
     Case("local"),
     Case("local", dtype="bfloat16", recompute="full"),
     Case("norms behind", dtype="bfloat16"),
+    Case("whole norms, experts", dtype="bfloat16"),
     # Two ranks.
     Case("dense", _at(2)),
     Case("dense", _at(2, tp=2)),
@@ -90,6 +91,7 @@ CASES = (
     Case("dense", _at(2, pp=2), head=False),
     Case("local", _at(2, tp=2, **SP), dtype="bfloat16"),
     Case("norms behind", _at(2, tp=2, **SP)),
+    Case("whole norms, experts", _at(2, tp=2, ep=2, **SP)),
     # Four ranks.
     Case("dense", _at(4, tp=2, pp=2, **SP)),
     Case("dense", _at(4, tp=2, cp=2, **SP), dtype="bfloat16"),
@@ -176,7 +178,8 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Folder of the result; bench/results where not given.")] = None,
 ) -> None:
     """Compare predicted memory with the engine's over layouts."""
-    chosen = [replace(case, tokens=128) for case in (CASES[0], CASES[26])] if quick else list(CASES)
+    two = next(case for case in CASES if case.layout.world_size == 2)
+    chosen = [replace(case, tokens=128) for case in (CASES[0], two)] if quick else list(CASES)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

@@ -81,6 +81,20 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             },
         },
     ),
+    "granitemoe": (
+        {},
+        {
+            **HEADS,
+            **SCALED,
+            "wide heads": {"head_dim": 32},
+            "another base": {"rope_parameters": {"rope_type": "default", "rope_theta": 2.5}},
+            "epsilon": {"rms_norm_eps": 1e-2},
+            "no multipliers": {
+                **{"embedding_multiplier": 1.0, "attention_multiplier": 1.0},
+                **{"residual_multiplier": 1.0, "logits_scaling": 1.0},
+            },
+        },
+    ),
     "olmo2": (
         {},
         {**HEADS, **SCALED, "one key-value head": {"num_key_value_heads": 1}, "wide heads": {"head_dim": 32}},
@@ -95,6 +109,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "other base": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
             "wide heads": {"head_dim": 32},
             "other layers": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        },
+    ),
+    "olmoe": (
+        {},
+        {
+            **HEADS,
+            **SCALED,
+            "weights normalized": {"norm_topk_prob": True},
+            "two key-value heads": {"num_key_value_heads": 2},
+            "epsilon": {"rms_norm_eps": 1e-2},
         },
     ),
     "exaone4": (

@@ -130,6 +130,7 @@ DEEPSEEK_V3 = MoeKeys(
 )
 GPT_OSS = replace(MIXTRAL, biases=True)
 GLM4_MOE_LITE = replace(DEEPSEEK_V3, sparse="named")
+OLMOE = replace(QWEN3_MOE, ffn_hidden_size="intermediate_size", sparse="all")
 
 _QWEN2_ONLY: Only = MappingProxyType({key: value for key, value in COMMON.items() if key != "attention_bias"})
 _DEEPSEEK_ONLY: Only = MappingProxyType(
@@ -164,6 +165,7 @@ _GEMMA3_ONLY: Only = MappingProxyType(
         "use_bidirectional_attention": (False, "attention to later tokens"),
     }
 )
+_OLMOE_ONLY: Only = MappingProxyType({**COMMON, "clip_qkv": (None, "clipped queries, keys and values")})
 _OLMO3_ONLY: Only = MappingProxyType({**COMMON, "sliding_window_pattern": (4, "other layers with windows")})
 
 OLMO2 = Family("olmo2", ("olmo2",), qk_norm=True, whole_qk_norm=True, pre_norms=False, post_norms=True, pad=1)
@@ -277,6 +279,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             only=_GPT_OSS_ONLY,
         ),
         "GraniteForCausalLM": Family("granite", ("granite",), multipliers=True),
+        "GraniteMoeForCausalLM": Family("granitemoe", ("granitemoe",), multipliers=True, moe=MIXTRAL),
         "Olmo2ForCausalLM": OLMO2,
         "Olmo3ForCausalLM": replace(
             OLMO2,
@@ -300,6 +303,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window_default=4096,
         ),
         "SmolLM3ForCausalLM": Family("smollm3", ("smollm3",), unrotated="named", theta=2e6, tied=True, pad=128004),
+        "OlmoeForCausalLM": Family(
+            "olmoe", ("olmoe",), qk_norm=True, whole_qk_norm=True, moe=OLMOE, pad=1, only=_OLMOE_ONLY
+        ),
         "Gemma3ForCausalLM": Family(
             "gemma3",
             ("gemma3_text",),

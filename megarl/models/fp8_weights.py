@@ -20,8 +20,8 @@ BLOCK = 128  # rows and columns that share a scale
 # SGLang 0.5.21 renames their scales as if there were one for each tensor (models/llama.py), finds none of that name, and drops
 # them: every weight would be multiplied by the smallest float32.
 UNSCALED_FAMILIES = ("llama", "mistral", "ministral3", "phi3")
-# Of whose experts SGLang loads no scales of blocks (models/gpt_oss.py): they are quantised in MXFP4 or not at all.
-STACKED_FAMILIES = ("gpt_oss",)
+# Of whose experts SGLang loads no scales of blocks (models/gpt_oss.py, granitemoe.py).
+STACKED_FAMILIES = ("gpt_oss", "granitemoe")
 UNQUANTISED = ("mlp.router.weight", SHARED_GATE)
 
 

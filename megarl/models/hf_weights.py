@@ -135,10 +135,12 @@ def _matching(tensor: Tensor | None, rule: Rule, part: Part) -> Tensor:
 def _fill(tensor: Tensor, rule: Rule, part: Part, reader: HfReader) -> None:
     for run in part.runs:
         source, rows = rule.sources[run.source], tensor[run.at : run.at + run.stop - run.start]
-        if source.slot is None:
-            reader.read(source.name, slice(run.start, run.stop), part.columns, rows)
+        if not source.is_turned:
+            of_all = slice(source.first_row + run.start, source.first_row + run.stop)
+            reader.read(source.name, of_all, part.columns, rows)
         else:
-            assert rows.shape == source.shape, (rule.megatron, part)  # no layout cuts an expert that has a slot
+            # No layout cuts such an expert.
+            assert source.slot is not None and rows.shape == source.shape, (rule.megatron, part)
             reader.read_slot(source.name, source.slot, rows)
     if part.padding:
         tensor[-part.padding :] = 0

@@ -13,6 +13,7 @@ from megarl.models.config import ModelConfig
 
 SHOWN = 3
 BY_TRANSFORMERS = ("smollm3",)  # families that SGLang has no code of its own for
+UNCUT_BY_SERVERS = ("olmoe",)  # families that SGLang serves on one device alone
 
 
 def check_layout(config: ModelConfig, layout: Layout, key: str) -> None:
@@ -30,8 +31,11 @@ def cuts_servers(config: ModelConfig, tp: int) -> bool:
     """SGLang cuts heads and MLP columns evenly, and repeats key-value heads where there are fewer than ranks.
 
     Not where a norm goes over all of them: it would meet some more than once (0.5.21, models/olmo2.py); nor where it serves a
-    family by transformers' code (models/transformers.py).
+    family by transformers' code (models/transformers.py). OLMoE's norms it builds as wide as all heads on each
+    rank, which one alone has (models/olmoe.py).
     """
+    if config.family in UNCUT_BY_SERVERS:
+        return tp == 1
     heads = config.num_kv_heads
     even = config.num_heads % tp == 0 and config.ffn_hidden_size % tp == 0
     repeats = tp % heads == 0 and not config.whole_qk_norm and config.family not in BY_TRANSFORMERS
@@ -40,6 +44,11 @@ def cuts_servers(config: ModelConfig, tp: int) -> bool:
 
 def check_server_layout(config: ModelConfig, tp: int, name: str = "rollout.tp") -> None:
     """Raise UserError where a server of so many devices cannot be cut evenly, with the sizes that can. name: what said it."""
+    if config.family in UNCUT_BY_SERVERS and tp > 1:
+        raise UserError(
+            f"{name} {tp}: SGLang serves {config.architecture} on one device alone: on several its norms of queries and keys "
+            "would be wider than a rank's heads. Set it to 1, and have more servers."
+        )
     if not cuts_servers(config, tp):
         valid = ", ".join(str(size) for size in range(1, config.num_heads + 1) if cuts_servers(config, size))
         raise UserError(

@@ -16,6 +16,8 @@ def within(tensor: Tensor, source: Source) -> Tensor:
     slot = source.slot
     if slot is None:
         return tensor
+    if slot.as_rows:
+        return tensor.flatten(0, 1)[source.first_row : source.first_row + source.shape[0]]
     mine = tensor[slot.expert][..., slot.first :: slot.step]
     return mine.T if mine.dim() == 2 else mine
 

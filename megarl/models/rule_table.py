@@ -22,9 +22,9 @@ class Row:
     """A line of the table. Names are those within a layer, and `{e}` in them stands for the expert.
 
     hf: pairs of an HF name and the names of its sizes (rules.py: `_sizes`); rows of `a+b` are those of a tensor of a rows and,
-    below, of one of b; a name with `[first:step]` is of a tensor of all experts (see `Slot`). when: features that a layer needs
-    to have it (see `_features`). fused, fused_cut: name and cut under Transformer Engine, where they differ. is_buffer: not a
-    parameter, and float32 whatever the model is.
+    below, of one of b; a name with `[first:step]` is of a tensor of all experts (see `Slot`), with `[part/parts]` of one whose
+    experts have so many even parts of rows. when: features that a layer needs to have it (see `_features`). fused, fused_cut:
+    name and cut under Transformer Engine, where they differ. is_buffer: not a parameter, and float32 whatever the model is.
     """
 
     megatron: str
@@ -66,6 +66,10 @@ STACKED_GATE_UP = (
 STACKED_GATE_UP_BIAS = (
     ("mlp.experts.gate_up_proj_bias[0:2]", "expert_ffn"),
     ("mlp.experts.gate_up_proj_bias[1:2]", "expert_ffn"),
+)
+GRANITE_GATE_UP = (
+    ("block_sparse_moe.input_linear.weight[0/2]", "expert_ffn hidden"),
+    ("block_sparse_moe.input_linear.weight[1/2]", "expert_ffn hidden"),
 )
 SHARED_GATE_UP = (
     ("mlp.shared_experts.gate_proj.weight", "shared_ffn hidden"),
@@ -184,7 +188,7 @@ LAYER = (
         (("post_mlp_layernorm.weight", "hidden"),),
         when="glm4_norms dense",
     ),
-    # ... or experts, under three sets of HF names; in the last, which has biases, those of a layer are one tensor.
+    # ... or experts, under four sets of HF names; in the last two, of which one has biases, those of a layer are one tensor.
     Row("mlp.router.weight", (("mlp.gate.weight", "experts hidden"),), when="experts common_names"),
     Row("mlp.router.weight", (("block_sparse_moe.gate.weight", "experts hidden"),), when="experts mixtral_names"),
     Row(
@@ -207,6 +211,17 @@ LAYER = (
         (("block_sparse_moe.experts.{e}.w2.weight", "hidden expert_ffn"),),
         "columns",
         when="experts mixtral_names",
+        fused=GROUPED_FC2,
+    ),
+    Row(
+        "mlp.router.weight", (("block_sparse_moe.router.layer.weight", "experts hidden"),), when="experts granite_names"
+    ),
+    Row(EXPERT_FC1, GRANITE_GATE_UP, "rows", "halves", "experts granite_names", GROUPED_FC1),
+    Row(
+        EXPERT_FC2,
+        (("block_sparse_moe.output_linear.weight[0/1]", "hidden expert_ffn"),),
+        "columns",
+        when="experts granite_names",
         fused=GROUPED_FC2,
     ),
     Row("mlp.router.weight", (("mlp.router.weight", "experts hidden"),), when="experts stacked_names"),

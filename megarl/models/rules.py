@@ -21,13 +21,15 @@ LayerSpec = Literal["torch", "transformer_engine"]
 class Slot:
     """Where a source lies in an HF tensor of all experts: it is an expert's, of every `step`th element of the last dimension.
 
-    A matrix [out, in] stands there as [in, out]. shape: of the whole HF tensor. first: the first of its elements.
+    A matrix [out, in] stands there as [in, out]. shape: of the whole HF tensor. first: the first of its elements. as_rows: the
+    tensor is [experts, out, in], and the source is the expert's rows from `first` on.
     """
 
     shape: tuple[int, ...]
     expert: int
     first: int
-    step: int
+    step: int = 1
+    as_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,16 @@ class Source:
     def stored(self) -> tuple[int, ...]:
         """The shape of the whole HF tensor."""
         return self.shape if self.slot is None else self.slot.shape
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether it lies in its HF tensor otherwise than as rows."""
+        return self.slot is not None and not self.slot.as_rows
+
+    @property
+    def first_row(self) -> int:
+        """Where it begins in its HF tensor, that of all experts as one matrix of all their rows; of what is not turned."""
+        return 0 if self.slot is None else self.slot.expert * self.slot.shape[1] + self.slot.first
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -142,7 +154,12 @@ def _source(name: str, names: str, sizes: dict[str, int], expert: int | None) ->
     name, _, places = name.partition("[")
     if places:
         assert expert is not None, name
-        first, step = map(int, places.removesuffix("]").split(":"))
+        places = places.removesuffix("]")
+        if "/" in places:
+            part, parts = map(int, places.split("/"))
+            stacked = (sizes["experts"], shape[0] * parts, *shape[1:])
+            return Source(name, shape, slot=Slot(stacked, expert, part * shape[0], as_rows=True))
+        first, step = map(int, places.split(":"))
         return Source(name, shape, slot=Slot((sizes["experts"], *shape[1:], shape[0] * step), expert, first, step))
     return Source(name, shape, pieces if len(pieces) > 1 else ())
 
@@ -169,8 +186,9 @@ def _features(config: ModelConfig, layer: int) -> frozenset[str]:
         "shared_expert": moe is not None and moe.shared_gate,
         "sinks": config.sinks,
         "mixtral_names": config.family == "mixtral",
+        "granite_names": config.family == "granitemoe",
         "stacked_names": moe is not None and moe.biases,
-        "common_names": config.family != "mixtral" and not (moe is not None and moe.biases),
+        "common_names": config.family not in ("mixtral", "granitemoe") and not (moe is not None and moe.biases),
         "qkv_in_one": config.family == "phi3",
         "qkv_apart": config.family != "phi3",
         "gate_in_one": config.family in ("glm4", "phi3"),

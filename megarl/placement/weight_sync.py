@@ -112,11 +112,12 @@ def adapter_s(cluster: Cluster, nbytes: float) -> float:
 
 @lru_cache(maxsize=64)
 def num_tensors(config: ModelConfig) -> int:
-    """HF tensors of a model. An expert has three, or its part of those of all."""
-    if config.moe is None or config.moe.biases:
+    """HF tensors of a model. An expert has as many as the one before it, or its part of those of all."""
+    moe = config.moe
+    if moe is None:
         return len(expected_tensors(config))
-    one = len(expected_tensors(replace(config, moe=replace(config.moe, num_experts=1))))
-    return one + 3 * (config.moe.num_experts - 1) * len(config.moe_layers)
+    one, two = (len(expected_tensors(replace(config, moe=replace(moe, num_experts=count)))) for count in (1, 2))
+    return one + (two - one) * (moe.num_experts - 1)
 
 
 def sync_seconds(

@@ -41,13 +41,15 @@ ATTENTION = "-attention-backend"  # and of prefill and decode apart
 SLIDING_FAMILIES = ("gemma3", "gpt_oss", "olmo3", "exaone4")  # whose windows SGLang keeps to
 HEAD_EPS = {"exaone4": 1e-6}  # of norms of queries and keys that SGLang gives no other (models/exaone4.py)
 PERIODIC = ("exaone4",)  # families of which SGLang counts the layers with windows
-NO_HEAD_DIM = ("qwen2_moe", "mixtral", "olmo2", "olmo3", "exaone4")  # families that SGLang builds without it
+# Families that SGLang builds without it.
+NO_HEAD_DIM = ("qwen2_moe", "mixtral", "olmo2", "olmo3", "exaone4", "olmoe", "granitemoe")
 # Families that SGLang builds with a head of its own, and those whose head it does not load.
-OWN_HEADS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_lite", "gpt_oss")
+OWN_HEADS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_lite", "gpt_oss", "olmoe")
 TIED_HEADS = ("gemma3",)
-UNSCALED = ("mixtral",)  # families that SGLang builds with plain RoPE
+UNSCALED = ("mixtral", "granitemoe")  # families that SGLang builds with plain RoPE
 BUILT_AS_STORED = ("gpt_oss",)  # families of which SGLang builds parts in the dtype that the config names
 UNREAD_CALLS = ("gpt_oss",)  # families that write calls of tools which SGLang's parsers pass over
+OLMOE_EPS = 1e-5
 MARK = "servers_mark"  # in a run's folder
 HUB_CACHE = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/COMMIT
 
@@ -63,6 +65,7 @@ def check_servers(
     check_server_args(recipe.rollout.server_args, platform)
     _check_dtype(recipe, platform)
     _check_layers("`model.path`", model, platform, longest_served(recipe))
+    _check_constants("`model.path`", model)
     _check_stored_dtype("`model.path`", recipe.model.path, model, recipe.model.dtype)
     check_served_rope("`model.path`", recipe.model.path, model)
     if recipe.agent is not None:
@@ -143,6 +146,7 @@ def check_alone(folder: Path, model: ModelConfig, platform: Platform, dtype: str
             f"--dtype float32: on {platform.name} SGLang's attention computes in 16 bits alone. Say bfloat16."
         )
     _check_layers(str(folder), model, platform, longest=0)
+    _check_constants(str(folder), model)
     _check_stored_dtype(str(folder), folder, model, dtype)
     check_served_rope(str(folder), folder, model)
     if model.window is None or model.family in SLIDING_FAMILIES:
@@ -158,9 +162,10 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
     (models/qwen2_moe.py, qwen3_moe.py: every layer is sparse): weights of a dense layer would go nowhere, and experts that
     nothing fills would answer.
     The OWN_HEADS it builds in any case (models/qwen2_moe.py, qwen3_moe.py, mixtral.py, glm4_moe.py, glm4_moe_lite.py,
-    gpt_oss.py), and nothing would fill them either; that of Gemma 3 it never loads (gemma3_causal.py). GLM-4.7-Flash it builds
-    with experts in all layers behind the first dense ones. Heads of attention of the NO_HEAD_DIM (models/mixtral.py, olmo2.py)
-    are hidden_size / num_attention_heads wide there, whatever head_dim says, and Mixtral's RoPE is never scaled.
+    gpt_oss.py, olmoe.py), and nothing would fill them either; that of Gemma 3 it never loads (gemma3_causal.py). GLM-4.7-Flash
+    it builds with experts in all layers behind the first dense ones. Heads of attention of the NO_HEAD_DIM (models/mixtral.py,
+    olmo2.py, olmoe.py, granitemoe.py) are hidden_size / num_attention_heads wide there, whatever head_dim says, and RoPE of the
+    UNSCALED is never scaled.
     """
     _check_windows(where, model, longest)
     _check_head_norms(where, model)
@@ -234,6 +239,30 @@ def _check_head_norms(where: str, model: ModelConfig) -> None:
             f"{HEAD_EPS[model.family]:g} there: servers, training and transformers then compute the same, and almost what they "
             "did. Or take another model."
         )
+
+
+def _check_constants(where: str, model: ModelConfig) -> None:
+    """Whether the model's config says what SGLang has in its code. Raises UserError.
+
+    0.5.21 gives all norms of OLMoE this epsilon, and that of keys the width of the queries' (models/olmoe.py); it divides no
+    chosen scores by their sum. Of Granite's models with experts it rounds RoPE's base off (models/granitemoe.py).
+    """
+    constants: list[tuple[str, object, object]] = []  # a key, what the config says, what SGLang has
+    if model.family == "olmoe":
+        assert model.moe is not None
+        constants += [
+            ("rms_norm_eps", model.norm_eps, OLMOE_EPS),
+            ("norm_topk_prob", model.moe.normalize, False),
+            ("num_key_value_heads", model.num_kv_heads, model.num_heads),
+        ]
+    if model.family == "granitemoe":
+        constants.append(("rope_theta", model.rope.theta, float(int(model.rope.theta))))
+    for key, said, theirs in constants:
+        if said != theirs:
+            raise UserError(
+                f"{where}: {key} is {said} in the model's config.json, and SGLang has {theirs} for {model.architecture}, "
+                "whatever that says: it cannot serve this model. Take one with that."
+            )
 
 
 def check_calls(where: str, parser: str | None, model: ModelConfig) -> None:

@@ -99,6 +99,8 @@ def cut(tensor: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
     tensor = tensor.detach()
     if piece.expert is not None:
         tensor = tensor[piece.expert].mT if tensor.dim() == 3 else tensor[piece.expert]
+    elif tensor.dim() == 3:
+        tensor = tensor.flatten(0, 1)
     part = tensor[piece.start : piece.stop]
     if piece.columns is not None:
         part = part[:, slice(*piece.columns)]

@@ -16,6 +16,7 @@ VOCAB_PADDING = 64  # SGLang's DEFAULT_VOCAB_PADDING_SIZE
 MLP_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, for a rank's share of any MLP
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 ROUTER = "mlp.router.weight"
+GRANITE_ROUTER = "router.layer.weight"
 WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite")  # families
 NORM = "layernorm.weight"
 SHARED, ROUTED = ".shared_experts.", ".experts."
@@ -34,6 +35,7 @@ EXPERTS = {
     **dict.fromkeys(("down_proj", "w2"), "w2_weight"),
 }
 # Of all experts, in one tensor.
+ROW_STACKED = {"input_linear": "experts.w13_weight", "output_linear": "experts.w2_weight"}
 STACKED = {
     "gate_up_proj": "w13_weight",
     "gate_up_proj_bias": "w13_weight_bias",
@@ -47,7 +49,7 @@ class Piece:
     """Rows [start, stop) of an HF tensor, of these columns: (first, behind the last); None is all.
 
     below: rows of zeros behind them. beside: zeros behind each row. expert: of a tensor of all experts the one whose matrix, as
-    [out, in], or vector is meant.
+    [out, in], or vector is meant; where it is None, rows of such a tensor are those of all experts.
     """
 
     tensor: str
@@ -79,7 +81,7 @@ def held_by(config: ModelConfig, tp: int, *, pads: bool) -> list[Held]:
     found: dict[tuple[int, str], tuple[list[Piece], bool]] = {}
     for rule in rules(config, "transformer_engine"):  # which keeps whole what engines keep whole
         for source in rule.sources:
-            if source.slot is not None and source.slot.first:
+            if source.slot is not None and source.is_turned and source.slot.first:
                 continue  # in the same rows as the first, which stand for all
             name = _engine_name(config, source.name, rule)
             for rank in range(tp):
@@ -104,6 +106,11 @@ def _engine_name(config: ModelConfig, name: str, rule: Rule) -> str:
     experts, _, linear = path.rpartition(".")
     if rule.expert is not None and linear in STACKED:
         path = f"{experts}.{STACKED[linear]}"
+    elif rule.expert is not None and experts.endswith(tuple(ROW_STACKED)):
+        mlp, _, linear = experts.rpartition(".")
+        path = f"{mlp}.{ROW_STACKED[linear]}"
+    elif path.endswith(GRANITE_ROUTER):
+        path = path.replace(GRANITE_ROUTER, "gate.weight")
     elif rule.expert is not None:
         experts, _, linear = path.removesuffix(".weight").partition(f".experts.{rule.expert}.")
         path = f"{experts}.experts.{EXPERTS[linear]}"
@@ -126,17 +133,17 @@ class _Server:
 
     def pieces(self, rule: Rule, source: Source, rank: int) -> Iterator[Piece]:
         """A rank's part of an HF tensor: one piece, or one of each tensor that is in it."""
-        if source.slot is not None:
+        if source.slot is not None and source.is_turned:
             yield self._stacked(rule, source, rank)
             return
-        rows, begins = source.shape[0], 0
+        rows, begins = source.shape[0], source.first_row
         # Gemma's embedding is one of torch's own, whole on every rank; so are norms over all heads (models/olmo2.py).
         torchs = source.name in VOCABULARY and self.config.family == "gemma3"
         if rule.cut == "whole" or torchs or rule.megatron.endswith(NORM):
             yield Piece(source.name, 0, rows)
         elif rule.cut == "columns":
             start, stop, beside = self._share(rule, source.name, source.shape[1], rank)
-            yield Piece(source.name, 0, rows, (start, stop), beside=beside)
+            yield Piece(source.name, begins, begins + rows, (start, stop), beside=beside)
         else:
             names = [source.name.replace("qkv_proj", each) for each in QKV] if "qkv_proj" in source.name else []
             for index, size in enumerate(source.blocks):

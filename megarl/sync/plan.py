@@ -248,8 +248,9 @@ def _copies(layout: Layout, tensor: Tensor, part: int) -> list[int]:
     pp, ep = tensor.stage, tensor.ep
     num_parts = len(tensor.parts)
     if tensor.experts:
-        ep, part = divmod(part, num_parts // layout.ep)  # each expert-parallel rank has as many, one behind the other
-        num_parts = 1
+        # Each expert-parallel rank has as many, one behind the other; of those who share an expert each has one by turns.
+        ep, part = divmod(part, num_parts // layout.ep)
+        num_parts, part = layout.etp, part % layout.etp
     if ep is not None:
         parts = [part] if num_parts > 1 else range(layout.etp)
         return [expert_rank(layout, etp=etp, ep=ep, edp=edp, pp=pp) for edp in range(layout.edp) for etp in parts]

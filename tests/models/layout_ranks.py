@@ -42,10 +42,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}),
     "gpt_oss": ("gpt_oss", {"vocab_size": 97}),
     "granite": ("granite", {"vocab_size": 97}),
+    "granitemoe": ("granitemoe", {"vocab_size": 97}),
     "olmo2": ("olmo2", {"num_key_value_heads": 4, "vocab_size": 97}),
     "olmo3": ("olmo3", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
     "exaone4": ("exaone4", {"layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size": 97}),
     "smollm3": ("smollm3", {"tie_word_embeddings": True}),
+    "olmoe": ("olmoe", {"vocab_size": 97}),
     "gemma3": ("gemma3", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
 }
 LAYERS = 4

@@ -113,9 +113,11 @@ def test_the_model_types_are_those_by_which_transformers_chooses() -> None:
     for architecture, family in FAMILIES.items():
         theirs = {kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture}
         assert theirs == {family.model_types[0]}
-        # transformers has no GLM and no Granite with one score a sequence; megarl reads and writes them by the common name.
+        # transformers has no GLM, Granite and OLMoE with one score a sequence; megarl reads and writes them by the common name.
         own = {
+            "olmoe": "OlmoeForSequenceClassification",
             "granite": "GraniteForSequenceClassification",
+            "granitemoe": "GraniteMoeForSequenceClassification",
             "glm4_moe": "Glm4MoeForSequenceClassification",
             "glm4_moe_lite": "Glm4MoeLiteForSequenceClassification",
         }

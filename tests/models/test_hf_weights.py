@@ -45,10 +45,12 @@ CASES = [
     ("glm4_moe_lite", {}),
     ("gpt_oss", {}),
     ("granite", {}),
+    ("granitemoe", {}),
     ("olmo2", {}),
     ("olmo3", {"tie_word_embeddings": True}),
     ("exaone4", {}),
     ("smollm3", {"tie_word_embeddings": True}),
+    ("olmoe", {}),
     ("gemma3", {}),
 ]
 

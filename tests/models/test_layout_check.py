@@ -9,7 +9,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.models.config import Mla, ModelConfig, Moe, Rope
-from megarl.models.layout_check import check_layout, check_server_layout, layout_problems, nearest_layouts
+from megarl.models.layout_check import check_layout, check_server_layout, cuts_servers, layout_problems, nearest_layouts
 
 DENSE = ModelConfig(
     family="any",
@@ -94,3 +94,8 @@ def test_servers_repeat_no_heads_that_are_normed_together() -> None:
         check_server_layout(WHOLE, 4)
     with pytest.raises(UserError, match=r"Sizes that work: 1, 2\."):
         check_server_layout(replace(DENSE, family="smollm3"), 4)  # which SGLang serves by transformers' code
+    olmoe = replace(WHOLE, family="olmoe", architecture="OlmoeForCausalLM")
+    check_server_layout(olmoe, 1)
+    with pytest.raises(UserError, match=r"rollout\.tp 2: SGLang serves OlmoeForCausalLM on one device alone"):
+        check_server_layout(olmoe, 2)
+    assert [tp for tp in (1, 2, 4) if cuts_servers(olmoe, tp)] == [1]

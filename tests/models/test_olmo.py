@@ -1,14 +1,14 @@
-"""Configs of OLMo-2 and OLMo-3: what of them megarl reads as transformers does, and what it refuses."""
+"""Configs of OLMo-2, OLMo-3 and OLMoE: what of them megarl reads as transformers does, and what it refuses."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from transformers import Olmo2Config, Olmo3Config
+from transformers import Olmo2Config, Olmo3Config, OlmoeConfig
 
 from megarl.core.errors import UserError
-from megarl.models.config import Rope
+from megarl.models.config import Moe, Rope
 from tests.models.test_families import SIZES, parse
 
 # OLMo-2-0325-32B's sizes, but for the number of layers.
@@ -48,6 +48,24 @@ OLMO3: dict[str, Any] = {
     "sliding_window": 4096,
 }
 
+# OLMoE-1B-7B-0125's, but for the number of layers.
+OLMOE: dict[str, Any] = {
+    **SIZES,
+    "architectures": ["OlmoeForCausalLM"],
+    "attention_bias": False,
+    "clip_qkv": None,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 16,
+    "pad_token_id": 1,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
 
 def test_olmo_2() -> None:
     config = parse(OLMO2)
@@ -78,6 +96,22 @@ def test_olmo_3_scales_the_positions_of_its_global_layers_alone() -> None:
         parse(OLMO3, sliding_window="absent").local_layers
     )
     assert parse(OLMO3, sliding_window="absent").window == theirs.sliding_window
+
+
+def test_olmoe() -> None:
+    config = parse(OLMOE)
+    assert (config.family, config.head_dim, config.rope, config.moe_layers) == ("olmoe", 128, Rope(1e4), set(range(6)))
+    assert config.qk_norm and config.whole_qk_norm and config.pre_norms and not config.post_norms
+    assert config.moe == Moe(64, 8, 1024, normalize=False)
+    absent = parse(
+        OLMOE, **dict.fromkeys(("pad_token_id", "norm_topk_prob", "tie_word_embeddings", "rope_theta"), "absent")
+    )
+    assert absent == config
+    theirs = OlmoeConfig()
+    assert (theirs.pad_token_id, theirs.norm_topk_prob, theirs.tie_word_embeddings) == (1, False, False)
+    assert theirs.rope_parameters["rope_theta"] == absent.rope.theta
+    with pytest.raises(UserError, match=r"clip_qkv=8\.0 \(clipped queries, keys and values\) is not supported"):
+        parse(OLMOE, clip_qkv=8.0)
 
 
 @pytest.mark.parametrize(

@@ -50,10 +50,12 @@ DEEPSEEK = replace(
         ("glm4_moe_lite", {}),
         ("gpt_oss", {}),
         ("granite", {}),
+        ("granitemoe", {}),
         ("olmo2", {}),
         ("olmo3", {"head_dim": 24, "tie_word_embeddings": True}),
         ("exaone4", {"head_dim": 24, "tie_word_embeddings": True}),
         ("smollm3", {}),
+        ("olmoe", {}),
         ("gemma3", {}),
     ],
 )

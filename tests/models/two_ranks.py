@@ -42,10 +42,12 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "mixtral": ("mixtral", {}, ETP),
     "gpt_oss": ("gpt_oss", {}, EP),
     "granite": ("granite", {"vocab_size": 97}, TP),
+    "granitemoe": ("granitemoe", {}, ETP),
     "olmo2": ("olmo2", {"vocab_size": 97}, TP),
     "olmo3": ("olmo3", {"num_key_value_heads": 4}, TP),
     "exaone4": ("exaone4", {"num_key_value_heads": 1, "vocab_size": 97}, TP),
     "smollm3": ("smollm3", {"num_key_value_heads": 1}, TP),
+    "olmoe": ("olmoe", {}, EP),
 }
 CHUNK = 3
 SEQUENCES = (1, 2)  # of a pack, in units of 4 chunks: each sequence is cut in 2 x CP

@@ -80,6 +80,11 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "local": ("gemma3", "Gemma3", LOCAL),
     "norms behind": ("olmo2", "Olmo2", {}),
     "no positions, norms behind": ("exaone4", "Exaone4", LOCAL),
+    "whole norms, experts": (
+        "olmoe",
+        "Olmoe",
+        {"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96},
+    ),
     "sinks": ("gpt_oss", "GptOss", SINKS),
 }
 

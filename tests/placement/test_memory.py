@@ -229,6 +229,7 @@ MEASURED = (
     Case("norms behind", tokens=128),
     Case("norms behind", dtype="bfloat16", tokens=512),
     Case("no positions, norms behind", tokens=512),
+    Case("whole norms, experts", dtype="bfloat16", tokens=256),
     Case("sinks", dtype="bfloat16", tokens=256),
     Case("sinks", tokens=256),
     Case("dense, growing queries", tokens=128),

@@ -272,6 +272,7 @@ def test_exaone_is_served_where_sglang_counts_its_layers_and_norms_its_heads_ali
     [
         ("mixtral", True, r"MixtralForCausalLM with a head of its own"),
         ("qwen3_moe", True, r"Qwen3MoeForCausalLM with a head of its own"),
+        ("olmoe", True, r"OlmoeForCausalLM with a head of its own"),
         ("gemma3", False, r"SGLang does not load that of Gemma3ForCausalLM"),
     ],
 )
@@ -301,6 +302,27 @@ def test_glm_is_served_with_a_head_of_its_own(place: Place) -> None:
             check_servers(cuda, replace(latent, **change), get_platform("cuda"))
     with pytest.raises(UserError, match=r"Glm4MoeLiteForCausalLM has latent attention"):
         check_servers(recipe, latent, get_platform("cpu"))
+
+
+def test_what_sglang_has_in_its_code_is_what_the_config_says(place: Place) -> None:
+    recipe, cpu = load_recipe(place.recipe, []).recipe, get_platform("cpu")
+    folders = {family: write_tiny_model(place.root / family, family) for family in ("olmoe", "granitemoe")}
+    models = {family: load_model_config(folder) for family, folder in folders.items()}
+    assert models["olmoe"].moe is not None
+    for family, change, said in (
+        ("olmoe", {"norm_eps": 1e-6}, r"rms_norm_eps is 1e-06 .*, and SGLang has 1e-05 for OlmoeForCausalLM"),
+        ("olmoe", {"moe": replace(models["olmoe"].moe, normalize=True)}, r"norm_topk_prob is True .* SGLang has False"),
+        ("olmoe", {"num_kv_heads": 2}, r"num_key_value_heads is 2 .* SGLang has 4"),
+        ("granitemoe", {"rope": Rope(2.5)}, r"rope_theta is 2\.5 .* SGLang has 2\.0 for GraniteMoeForCausalLM"),
+        ("granitemoe", {"rope": Rope(1e4, "linear", 4.0)}, r"GraniteMoeForCausalLM with plain RoPE"),
+        ("granitemoe", {"head_dim": 32}, r"GraniteMoeForCausalLM with 16"),
+    ):
+        folder, model = folders[family], models[family]
+        assert check_alone(folder, model, cpu, "float32") == model.max_positions
+        with pytest.raises(UserError, match=rf"^`model\.path`: .*{said}"):
+            check_servers(recipe, replace(model, **change), cpu)
+        with pytest.raises(UserError, match=said):
+            check_alone(folder, replace(model, **change), cpu, "float32")
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

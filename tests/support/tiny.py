@@ -24,10 +24,12 @@ CONFIGS = {
     "glm4_moe": "Glm4MoeConfig",
     "glm4_moe_lite": "Glm4MoeLiteConfig",
     "granite": "GraniteConfig",
+    "granitemoe": "GraniteMoeConfig",
     "olmo2": "Olmo2Config",
     "olmo3": "Olmo3Config",
     "exaone4": "Exaone4Config",
     "smollm3": "SmolLM3Config",
+    "olmoe": "OlmoeConfig",
     "gemma3": "Gemma3TextConfig",
     "gpt_oss": "GptOssConfig",
 }
@@ -135,6 +137,15 @@ OWN: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.22,
         "logits_scaling": 3.0,
     },
+    "granitemoe": {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 16.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 3.0,
+        "intermediate_size": 48,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+    },
     # RoPE not scaled: transformers 5.12 scales it in local layers too, where no OLMo-3 was trained so.
     "olmo3": {
         "sliding_window": 8,
@@ -147,6 +158,14 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "smollm3": {"no_rope_layer_interval": 2},
+    "olmoe": {
+        "intermediate_size": 48,
+        "num_key_value_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "rms_norm_eps": 1e-5,
+    },
     "gemma3": {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -234,7 +253,9 @@ def write_tiny_model(
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # Norms of one, biases of zero and routers that send all tokens alike would hide mistakes.
-            if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight", "mlp.router.weight")):
+            if name.endswith(
+                ("mlp.gate.weight", "shared_expert_gate.weight", "mlp.router.weight", "router.layer.weight")
+            ):
                 tensor.normal_(std=0.3)
             elif name.endswith((".sinks", "gate_up_proj_bias", "down_proj_bias")):
                 tensor.normal_()  # experts that answer alike would leave routers gradients of rounding alone

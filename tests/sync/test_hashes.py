@@ -101,10 +101,12 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("glm4_moe", {}, (2,)),  # by one rank: in bfloat16, below
         ("glm4_moe_lite", {}, (1, 2)),
         ("granite", {}, (1, 2)),
+        ("granitemoe", {"vocab_size": 130}, (2,)),
         ("olmo2", {"num_key_value_heads": 4}, (2,)),
         ("olmo3", {"vocab_size": 130}, (1, 2)),
         ("exaone4", {"vocab_size": 130}, (1, 2)),
         ("smollm3", {"vocab_size": 130}, (1, 2)),
+        ("olmoe", {}, (1,)),
         ("gemma3", {"vocab_size": 130}, (2,)),
         ("gpt_oss", {"vocab_size": 130, "num_key_value_heads": 1}, (2,)),
     ],

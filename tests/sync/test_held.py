@@ -112,6 +112,20 @@ def test_experts_of_one_tensor_have_gate_and_up_by_turns() -> None:
     assert held[0, "mlp.experts.w2_weight_bias"].wide and not held[0, "mlp.experts.w2_weight"].wide
 
 
+def test_experts_of_one_tensor_have_gate_above_up() -> None:
+    name = "model.layers.0.block_sparse_moe."
+    held = by_name(held_by(model("granitemoe"), 2, pads=True))
+    # 48 of each, filled up to 64, of which the second rank has 16 rows of the fourth expert's gate, and then of its up.
+    assert held[1, "block_sparse_moe.experts.w13_weight"].pieces[6:8] == (
+        Piece(f"{name}input_linear.weight", 3 * 96 + 32, 3 * 96 + 48, below=16),
+        Piece(f"{name}input_linear.weight", 3 * 96 + 80, 3 * 96 + 96, below=16),
+    )
+    assert held[1, "block_sparse_moe.experts.w2_weight"].pieces[3] == Piece(
+        f"{name}output_linear.weight", 3 * 64, 4 * 64, (32, 48), beside=16
+    )
+    assert (1, "block_sparse_moe.gate.weight") in held
+
+
 @pytest.mark.parametrize(("family", "tp", "pads"), list(itertools.product(CONFIGS, (1, 2, 4), (False, True))))
 def test_the_ranks_together_hold_every_number(family: str, tp: int, pads: bool) -> None:
     config = model(family, **({"mlp_only_layers": []} if family == "qwen3_moe" else {}))
@@ -126,6 +140,8 @@ def test_the_ranks_together_hold_every_number(family: str, tp: int, pads: bool) 
         experts: list[int | None] = [None]
         if ".experts." in name and family == "gpt_oss":  # one tensor of [experts, in, out]
             experts, shape = list(range(shape[0])), shape[:0:-1]
+        if family == "granitemoe" and len(shape) == 3:  # rows of all experts
+            shape = shape[0] * shape[1], shape[2]
         columns = range(-1, 0) if cut else range(shape[1])
         assert covered[name] == set(itertools.product(experts, range(shape[0]), columns)), name
     assert set(covered) == set(expected_tensors(config))

@@ -156,6 +156,20 @@ def test_a_tensor_of_all_experts_is_given_by_those_who_hold_some() -> None:
     assert shapes == expected_tensors(config)
 
 
+def test_a_tensor_of_all_experts_is_given_by_all_who_share_one() -> None:
+    config = replace(EXPERTS, moe=Moe(4, 1, 8), family="granitemoe")
+    layout = Layout(ep=2, etp=2, world_size=4)
+    plan = plan_sync(Trainer(config, layout, (0,) * 4), (Receiver("one", (1,)),), "broadcast", 10**6)
+    for name, parts in (("input_linear", 2), ("output_linear", 1)):
+        rows = [row for row in plan.rows() if row.tensor == f"model.layers.1.block_sparse_moe.{name}.weight"]
+        # Halves of gate, and of up, of experts 0 and 1 are of the first two ranks, and of 2 and 3 of the others.
+        assert [row.rank for row in rows] == [0, 1] * 2 * parts + [2, 3] * 2 * parts
+        assert {row.nbytes for row in rows} == {8 * 4 * 2} and len({row.sender for row in rows}) == 1
+    assert {tensor.name: tensor.shape for bucket in plan.buckets for tensor in bucket.tensors} == expected_tensors(
+        config
+    )
+
+
 def test_beyond_the_most_senders_ranks_of_a_node_share_one() -> None:
     layout = Layout(ep=4, pp=2, world_size=8)
     trainer = Trainer(EXPERTS, layout, (0,) * 4 + (1,) * 4)

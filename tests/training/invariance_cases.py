@@ -52,8 +52,10 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("growing queries", 2): [{"cp": 2}],
     ("partly rotated", 2): [{"tp": 2, **SP, "ep": 2}, {"cp": 2}],
     ("scaled", 2): [{"pp": 2}],
+    ("scaled, experts", 2): [{"tp": 2, **SP, "etp": 2}],
     ("norms behind", 2): [{"tp": 2, **SP}],
     ("no positions", 2): [{"pp": 2}],
+    ("whole norms, experts", 2): [{"tp": 2, **SP, "ep": 2}],
     ("sinks", 2): [{"tp": 2, **SP}, {"tp": 2, **SP, "ep": 2}],
 }
 # What the benchmark measures beside them: the axes one by one, and more of their products.
@@ -108,9 +110,11 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("partly rotated", 2): [{"pp": 2}, {"ep": 2}],
     ("partly rotated", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"pp": 2, "cp": 2}],
     ("scaled", 2): [{"tp": 2, **SP}, {"cp": 2}],
+    ("scaled, experts", 2): [{"tp": 2, **SP}, {"cp": 2}, {"pp": 2}, {"ep": 2}],
     ("norms behind", 2): [{"tp": 2}, {"cp": 2}, {"pp": 2}],
     ("norms behind", 4): [{"tp": 2, **SP, "pp": 2}, {"tp": 2, **SP, "cp": 2}],
     ("no positions", 2): [{"tp": 2, **SP}, {"cp": 2}, {"pp": 2, "vpp": 2}],
+    ("whole norms, experts", 2): [{"tp": 2, **SP}, {"cp": 2}, {"pp": 2}, {"ep": 2}],
     ("sinks", 2): [{"cp": 2}, {"pp": 2}, {"ep": 2}],
     ("sinks", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"tp": 2, **SP, "cp": 2, "ep": 2}],
 }
