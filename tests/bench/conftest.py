@@ -8,9 +8,13 @@ from multiprocessing.context import ForkServerContext
 import pytest
 
 
+# What several copies would each load: Megatron, the benchmarks that they are of, and the model of their loops.
+LOADED = ("tests.support.loaded", "bench.checkpoint_memory", "bench.packing", "transformers.models.qwen3.modeling_qwen3")
+
+
 @pytest.fixture(scope="session")
 def loaded() -> ForkServerContext:
-    """Makes copies of a process that has loaded Megatron: no seconds of these runs are looked at."""
+    """Makes copies of a process that has loaded all: no seconds of these runs are looked at."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.loaded"])
+    context.set_forkserver_preload(list(LOADED))
     return context
