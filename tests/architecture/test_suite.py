@@ -11,7 +11,7 @@ import pytest
 
 from tests.suite import MOST_AGAIN, main, num_workers
 from tests.support.cpu_seconds import Clock
-from tests.support.file_order import KEPT, LONGEST, ONE_SERVER, next_of, place_of
+from tests.support.file_order import COPIED, KEPT, LONGEST, ONE_SERVER, entry_of, next_of, place_of
 
 ROOT = Path(__file__).parents[2]
 # Its child ends at once; the grandchild belongs to another by then, and is not counted as a child of this one.
@@ -40,9 +40,11 @@ def test_the_files_that_the_queue_names_are_there() -> None:
     assert len(set(LONGEST)) == len(LONGEST)
 
 
-def test_the_files_that_ask_for_the_shared_server_are_one_entry() -> None:
-    asks = [path for path in ROOT.glob("tests/**/test_*.py") if re.search(r"\bserved: Pool\b", path.read_text())]
-    assert sorted(str(path.relative_to(ROOT)) for path in asks) == sorted(ONE_SERVER)
+@pytest.mark.parametrize(("files", "fixture", "kind"), [(ONE_SERVER, "served", "Pool"), (COPIED, "copies", "Copies")])
+def test_the_files_that_ask_for_one_process_are_one_entry(files: tuple[str, ...], fixture: str, kind: str) -> None:
+    asks = [path for path in ROOT.glob("tests/**/test_*.py") if re.search(rf"\b{fixture}: {kind}\b", path.read_text())]
+    assert sorted(str(path.relative_to(ROOT)) for path in asks) == sorted(files)
+    assert {entry_of(f"{file}::test") for file in files} == {files[0]}
 
 
 def test_long_files_come_first_and_one_entry_together() -> None:

@@ -15,15 +15,12 @@ LONGEST = (
     "tests/end_to_end/test_async.py",
     "tests/end_to_end/test_ppo.py",
     "tests/training/test_invariance.py",
-    "tests/end_to_end/test_external.py",
-    "tests/end_to_end/test_teacher.py",
     "tests/end_to_end/test_engines.py",
     "tests/end_to_end/test_journal.py",
     "tests/end_to_end/test_disk.py",
     "tests/sync/test_broadcast_ranks.py",
     "tests/end_to_end/test_rm_and_dpo.py",
     "tests/end_to_end/test_ray_jobs.py",
-    "tests/sync/test_adapters.py",
     "tests/end_to_end/test_sft_and_eval.py",
     "tests/convert/test_convert.py",
     "tests/bench/test_benches.py",
@@ -49,9 +46,17 @@ LONGEST = (
     "tests/rollout/test_resumed.py",
     "tests/rollout/test_simulated_runs.py",
 )
-# Their tests share one server: they are one entry of the queue, in the place of the first.
+# Their tests share one server.
 ONE_SERVER = ("tests/serving/test_server.py", "tests/serving/test_interrupted.py", "tests/sync/test_real_server.py")
-
+# Their servers are copies of one process, which each worker that makes some has to load.
+COPIED = (
+    "tests/sync/test_hashes.py",
+    "tests/sync/test_adapters.py",
+    "tests/end_to_end/test_external.py",
+    "tests/end_to_end/test_teacher.py",
+)
+# Entries of several files, each in the place of its first.
+TOGETHER = (ONE_SERVER, COPIED)
 
 KEPT = 60  # of the entries that are not named: for the end, when every worker needs short ones
 
@@ -59,7 +64,7 @@ KEPT = 60  # of the entries that are not named: for the end, when every worker n
 def entry_of(nodeid: str) -> str:
     """The entry of the queue that a test belongs to."""
     file = nodeid.partition("::")[0]
-    return ONE_SERVER[0] if file in ONE_SERVER else file
+    return next((files[0] for files in TOGETHER if file in files), file)
 
 
 def place_of(nodeid: str) -> int:
