@@ -2,30 +2,69 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from megarl.core.errors import UserError
 from megarl.core.platform import get_platform
 from megarl.serving.server_flags import check_server_args
 
+UNKNOWN = ["--disable-radix-cache", "--chunked-prefil-size", "5"]
+SHORT = ["--json-model", '{"a": 1}', "--log-level=info", "--weight-ver=7"]
+# What the command says of each list of words, in a process that loads SGLang once for all.
+COMMANDS = """
+import sys
+from megarl.serving import sglang_flags
+_, launcher, *asked = sys.argv
+for words in asked:
+    sys.argv = ["sglang_flags", launcher, words]
+    sglang_flags.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """By the words of a command, as JSON."""
+    asked, platform = [json.dumps(UNKNOWN), json.dumps(SHORT)], get_platform("cpu")
+    command = [sys.executable, "-c", COMMANDS, platform.server_module, *asked]
+    done = subprocess.run(command, env={**os.environ, **platform.env}, capture_output=True, text=True, check=True)
+    return dict(zip(asked, done.stdout.splitlines()[-2:], strict=True))
+
+
+@pytest.fixture
+def parser(said: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's answers, to those words alone."""
+
+    def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert command[:4] == [sys.executable, "-m", "megarl.serving.sglang_flags", get_platform("cpu").server_module]
+        return subprocess.CompletedProcess(command, 0, said[command[4]] + "\n", "")
+
+    monkeypatch.setattr("megarl.serving.server_flags.subprocess.run", answer)
+
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("parser")
 def test_a_flag_that_sglang_does_not_know_is_refused_with_the_nearest() -> None:
     # Flags that it takes are among the words of a whole run in tests/end_to_end, and those of CUDA's in test_cuda_flags.
     with pytest.raises(UserError) as caught:
-        check_server_args(["--disable-radix-cache", "--chunked-prefil-size", "5"], get_platform("cpu"))
+        check_server_args(UNKNOWN, get_platform("cpu"))
     text = str(caught.value)
     assert "`rollout.server_args`" in text and "unrecognized arguments: --chunked-prefil-size 5" in text
     assert "Did you mean --chunked-prefill-size?" in text
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("parser")
 def test_a_flag_is_written_out() -> None:
     """The beginning of one that megarl sets itself would pass by the rule that refuses it."""
     with pytest.raises(
         UserError, match=r"`rollout\.server_args`: SGLang takes --weight-ver for --weight-version\. Write"
     ):
-        check_server_args(["--json-model", '{"a": 1}', "--log-level=info", "--weight-ver=7"], get_platform("cpu"))
+        check_server_args(SHORT, get_platform("cpu"))
 
 
 def test_without_flags_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
