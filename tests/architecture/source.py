@@ -39,9 +39,10 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def imports(tree: ast.Module) -> Iterator[Import]:
+@cache
+def imports(tree: ast.Module) -> tuple[Import, ...]:
     """Every import, those inside functions included; `from a import b` counts as a.b, which may be a module."""
-    yield from _imports(tree, deferred=False)
+    return tuple(_imports(tree, deferred=False))
 
 
 def _imports(node: ast.AST, *, deferred: bool) -> Iterator[Import]:
