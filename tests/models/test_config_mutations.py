@@ -78,7 +78,8 @@ BASES: dict[str, dict[str, Any]] = {
     **{family: tiny(family) for family in CONFIGS},
     "published qwen3": QWEN3,
     "published gemma": GEMMA,
-    "published deepseek": DEEPSEEK | {"quantization_config": FP8},
+    # Of fewer layers and experts: its tensors are named at each value.
+    "published deepseek": DEEPSEEK | {"quantization_config": FP8, "num_hidden_layers": 4, "n_routed_experts": 16},
     "llama3": tiny("llama") | {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": LLAMA3},
     "score": QWEN3 | SCORE,
     "sliding": QWEN3 | SLIDING,
