@@ -7,9 +7,14 @@ from multiprocessing.context import ForkServerContext
 
 import pytest
 
-
 # What several copies would each load: Megatron, the benchmarks that they are of, and the model of their loops.
-LOADED = ("tests.support.loaded", "bench.checkpoint_memory", "bench.packing", "transformers.models.qwen3.modeling_qwen3")
+LOADED = (
+    "tests.support.loaded",
+    "bench.agent_load",
+    "bench.checkpoint_memory",
+    "bench.packing",
+    "transformers.models.qwen3.modeling_qwen3",
+)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -49,6 +50,7 @@ from tools import make_tiny_model
 def test_the_benchmark_runs_and_its_sides_agree(bench, loaded, monkeypatch, tmp_path):
     if bench is not layer_memory:  # it replaces parts of torch before Megatron is loaded
         monkeypatch.setattr(measure, "get_context", lambda _: loaded)
+    monkeypatch.setattr(agent_load, "multiprocessing", SimpleNamespace(get_context=lambda _: loaded))
     # The tool in this process: another would load torch and transformers anew.
     monkeypatch.setattr(agent_load, "call", lambda tool, option, folder: make_tiny_model.main(out=Path(folder)))
     bench.main(quick=True, out=tmp_path)  # exits where the numbers of its sides differ

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -15,20 +16,20 @@ from megarl.serving.server_flags import check_server_args
 
 UNKNOWN = ["--disable-radix-cache", "--chunked-prefil-size", "5"]
 SHORT = ["--json-model", '{"a": 1}', "--log-level=info", "--weight-ver=7"]
-# What the command says of each list of words, in a process that loads SGLang once for all.
+# The command for each list of words, in a process that loads SGLang once for all.
 COMMANDS = """
+import runpy
 import sys
-from megarl.serving import sglang_flags
 _, launcher, *asked = sys.argv
 for words in asked:
     sys.argv = ["sglang_flags", launcher, words]
-    sglang_flags.main()
+    runpy.run_module("megarl.serving.sglang_flags", run_name="__main__")
 """
 
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
-    """By the words of a command, as JSON."""
+    """What the command says, by its words as JSON."""
     asked, platform = [json.dumps(UNKNOWN), json.dumps(SHORT)], get_platform("cpu")
     command = [sys.executable, "-c", COMMANDS, platform.server_module, *asked]
     done = subprocess.run(command, env={**os.environ, **platform.env}, capture_output=True, text=True, check=True)
@@ -37,11 +38,13 @@ def said() -> dict[str, str]:
 
 @pytest.fixture
 def parser(said: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command's answers, to those words alone."""
+    """In place of the command, another that says the same, run in the same way."""
+    run, platform = subprocess.run, get_platform("cpu")
 
-    def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        assert command[:4] == [sys.executable, "-m", "megarl.serving.sglang_flags", get_platform("cpu").server_module]
-        return subprocess.CompletedProcess(command, 0, said[command[4]] + "\n", "")
+    def answer(command: list[str], *, env: dict[str, str], **how: Any) -> subprocess.CompletedProcess[str]:
+        assert command[:-1] == [sys.executable, "-m", "megarl.serving.sglang_flags", platform.server_module]
+        assert env.items() >= platform.env.items()
+        return run(["echo", said[command[-1]]], env=env, **how)
 
     monkeypatch.setattr("megarl.serving.server_flags.subprocess.run", answer)
 
@@ -49,7 +52,7 @@ def parser(said: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("parser")
 def test_a_flag_that_sglang_does_not_know_is_refused_with_the_nearest() -> None:
-    # Flags that it takes are among the words of a whole run in tests/end_to_end, and those of CUDA's in test_cuda_flags.
+    # Flags that it takes are in test_cuda_flags.
     with pytest.raises(UserError) as caught:
         check_server_args(UNKNOWN, get_platform("cpu"))
     text = str(caught.value)
