@@ -11,7 +11,7 @@ import pytest
 
 from tests.suite import MOST_AGAIN, main, num_workers
 from tests.support.cpu_seconds import Clock
-from tests.support.file_order import COPIED, KEPT, LONGEST, ONE_SERVER, entry_of, next_of, place_of
+from tests.support.file_order import COPIED, KEPT, LOADED, LONGEST, ONE_SERVER, entry_of, next_of, place_of
 
 ROOT = Path(__file__).parents[2]
 # Its child ends at once; the grandchild belongs to another by then, and is not counted as a child of this one.
@@ -40,7 +40,10 @@ def test_the_files_that_the_queue_names_are_there() -> None:
     assert len(set(LONGEST)) == len(LONGEST)
 
 
-@pytest.mark.parametrize(("files", "fixture", "kind"), [(ONE_SERVER, "served", "Pool"), (COPIED, "copies", "Copies")])
+@pytest.mark.parametrize(
+    ("files", "fixture", "kind"),
+    [(ONE_SERVER, "served", "Pool"), (COPIED, "copies", "Copies"), (LOADED, "loaded", "ForkServerContext")],
+)
 def test_the_files_that_ask_for_one_process_are_one_entry(files: tuple[str, ...], fixture: str, kind: str) -> None:
     asks = [path for path in ROOT.glob("tests/**/test_*.py") if re.search(rf"\b{fixture}: {kind}\b", path.read_text())]
     assert sorted(str(path.relative_to(ROOT)) for path in asks) == sorted(files)

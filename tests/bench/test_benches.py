@@ -2,6 +2,7 @@
 
 import json
 import os
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,7 +48,7 @@ from tools import make_tiny_model
     ],
     ids=lambda bench: bench.__name__,
 )
-def test_the_benchmark_runs_and_its_sides_agree(bench, loaded, monkeypatch, tmp_path):
+def test_the_benchmark_runs_and_its_sides_agree(bench, loaded: ForkServerContext, monkeypatch, tmp_path):
     if bench is not layer_memory:  # it replaces parts of torch before Megatron is loaded
         monkeypatch.setattr(measure, "get_context", lambda _: loaded)
     monkeypatch.setattr(agent_load, "multiprocessing", SimpleNamespace(get_context=lambda _: loaded))
