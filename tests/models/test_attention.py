@@ -115,9 +115,9 @@ def test_sinks_and_their_gradients_are_the_formula(window: int | None) -> None:
 def test_sinks_of_a_narrow_type_are_not_rounded_once_more() -> None:
     q, k, v = (tensor.detach().bfloat16() for tensor in random_qkv(6, 4))
     sinks, scale = torch.tensor([0.3, 2.7, 5.3, -1.1]).bfloat16(), 0.3
-    wide, keys, _ = _with_sink(*(tensor.permute(1, 0, 2)[None] for tensor in (q, k, v)), sinks.to(q.device), scale)
+    wide, keys, _ = _with_sink(*(tensor.permute(1, 0, 2)[None] for tensor in (q, k, v)), sinks, scale)
     products = (wide.double() @ keys[:, :, :1].double().mT)[0, :, 0, 0] * scale
-    torch.testing.assert_close(products.cpu(), sinks.double(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(products, sinks.double(), rtol=1e-4, atol=0)
 
 
 def test_padding_behind_the_sequences_is_zero_and_seen_by_none() -> None:

@@ -106,7 +106,7 @@ def test_distillation_at_the_likeliest_tokens_equals_plain_torch_on_whole_logits
     rest = torch.cat([torch.tensor(each.columns["teacher_top"][each.mask > 0, -1]).exp() for each in mini]).mean()
     assert metrics["actor/teacher_rest"] == pytest.approx(float(rest), rel=1e-5)
     expected = dict(model.named_parameters())
-    found = {name: tensor for bucket in rank.engine("actor").gradients(1 << 16) for name, tensor in bucket}
+    found = {name: tensor.cpu() for bucket in rank.engine("actor").gradients(1 << 16) for name, tensor in bucket}
     for name, tensor in found.items():
         scale = expected[name].grad.abs().max()
         assert (tensor - expected[name].grad).abs().max() < 1e-5 * scale + 1e-8, name
