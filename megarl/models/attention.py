@@ -20,6 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+WIDTH = 8  # elements of 16 bits: CUDA's kernel for masks wants a multiple of them in a head, and that without makes one
+
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
     """Causal attention over queries, keys and values, dense or packed; values need not be as wide as keys.
@@ -178,7 +180,6 @@ def _sdpa(
 ) -> Tensor:
     """[s, b, heads, d] -> [s, b, heads, v]; causal where no mask is given. sinks: [heads], see `_with_sink`."""
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-    grouped = q.shape[1] != k.shape[1]
     if sinks is not None:
         q, k, v = _with_sink(q, k, v, sinks, scale)
         if mask is None:  # one more query, which sees the sink alone: so that each sees as many keys as its place says
@@ -186,10 +187,26 @@ def _sdpa(
         else:
             mask = F.pad(mask, (1, 0), value=True)
     # The kernels that never hold [s, s] want values as wide as keys; zeros beside queries and keys change no product.
-    width = max(q.shape[-1], v.shape[-1])
+    width = -(-max(q.shape[-1], v.shape[-1]) // WIDTH) * WIDTH
     q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
-    output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+    if mask is not None:
+        return _masked(q, k, v, mask, scale)[..., : value.shape[-1]]
+    output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return output[:, :, -len(query) :, : value.shape[-1]].permute(2, 0, 1, 3)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """[b, heads, s, d] -> [s, b, heads, d]. mask: [queries, keys] bool.
+
+    Of CUDA's kernels that never hold [s, s] one takes masks, and not in every torch heads that share keys (2.13:
+    sdp_utils_cpp.h): here those that do are as many batches, over the same memory of keys.
+    """
+    (batch, heads, length, width), shared = q.shape, k.shape[1]
+    groups = heads // shared
+    q = q.unflatten(1, (shared, groups)).permute(2, 0, 1, 3, 4).flatten(1, 2)
+    k, v = (tensor.flatten(0, 1).expand(groups, -1, -1, -1) for tensor in (k, v))
+    output = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    return output.view(groups, batch, shared, length, width).permute(3, 1, 2, 0, 4).flatten(2, 3)
 
 
 def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:

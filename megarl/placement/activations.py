@@ -21,7 +21,7 @@ from megarl.placement.space import RECOMPUTE, Layouts
 from megarl.recipe.roles import Lora
 
 FLOAT, INDEX = 4, 8
-SINK = 2  # elements beside each query and key that make the product with the sink (models/attention.py)
+SINK, WIDTH = 2, 8  # elements beside each query and key for the product with the sink, and a head's own (models/attention.py)
 SELECTIVE = RECOMPUTE.index("selective")
 
 
@@ -222,7 +222,7 @@ class Counting:
             masks = 0
         else:
             # Padded copies; keys and values once for every block or chunk of queries that reads them.
-            wide = max(heads.key + SINK * self.config.sinks, heads.value)
+            wide = -(-max(heads.key + SINK * self.config.sinks, heads.value) // WIDTH) * WIDTH
             times, masks = self._blocks
             inside = wide * (heads.queries + 2 * heads.pairs * times)
             none = (inside + heads.queries * wide + read) * self.each + sums + masks

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -118,6 +119,35 @@ def test_sinks_of_a_narrow_type_are_not_rounded_once_more() -> None:
     wide, keys, _ = _with_sink(*(tensor.permute(1, 0, 2)[None] for tensor in (q, k, v)), sinks, scale)
     products = (wide.double() @ keys[:, :, :1].double().mT)[0, :, 0, 0] * scale
     torch.testing.assert_close(products, sinks.double(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS])
+@pytest.mark.parametrize("lengths", [[11], [5, 11, 5]])
+def test_attention_with_a_mask_is_what_cudas_kernel_for_masks_takes(
+    lengths: list[int], sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # can_use_mem_efficient_attention, in torch's sdp_utils.cpp: as many heads of keys as of queries, an even number of 16 bytes
+    # in a head of 16 bits, and no holes between its elements. Else torch holds [queries, keys] of each head in float32.
+    found = []
+    attend = F.scaled_dot_product_attention
+
+    def spied(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+        if mask is not None:
+            assert q.shape[:2] == k.shape[:2] == v.shape[:2] and not options.get("enable_gqa")
+            assert {each.shape[-1] % 8 for each in (q, k, v)} == {0} and {each.stride(-1) for each in (q, k, v)} == {1}
+            assert mask.dim() == 2 and mask.dtype == torch.bool
+            found.append((k.shape[0], k.stride(0)))
+        return attend(q, k, v, mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spied)
+    q, k, v = random_qkv(sum(lengths), 2)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    output = core(3, sinks)(q, k, v, packed_seq_params=packed_params(bounds))[:, 0]
+    parts = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)
+    expected = torch.cat([by_hand(*part, window=3, sinks=sinks) for part in parts])
+    torch.testing.assert_close(output, expected)
+    # Two of the four heads share keys, which lie in memory once.
+    assert set(found) == {(2, 0)}
 
 
 def test_padding_behind_the_sequences_is_zero_and_seen_by_none() -> None:
