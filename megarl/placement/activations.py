@@ -62,11 +62,12 @@ class Counting:
 
     @property
     def fused(self) -> bool:
-        """Whether the layers are Transformer Engine's: no norms behind linears, rotations that differ by layer, or sinks."""
+        """Whether the layers are Transformer Engine's (models/layer_spec.py), but for windows under context parallel."""
         config = self.config
         wide = config.mla is not None and config.mla.v_dim > config.head_dim
         norms = config.post_norms or config.whole_qk_norm
-        return self.kernels.fused and not (norms or config.mixed_ropes or config.sinks or wide)
+        cannot = norms or config.mixed_ropes or config.sinks or wide or self.each == FLOAT
+        return self.kernels.fused and not cannot
 
     @property
     def tokens(self) -> Any:

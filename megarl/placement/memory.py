@@ -8,7 +8,7 @@ What a layer holds is `activations`', what a pipeline rank has of the model is `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -91,10 +91,19 @@ def role_bytes(
     """Bytes of a Megatron role under every choice, on its fullest pipeline rank. kernels: default: those of a GPU."""
     sequence = choice.micro_tokens if role.sequence is None else np.minimum(role.sequence, choice.micro_tokens)
     padded = 1.0 if role.mean is None else 1 + choice.padding / role.mean
-    counting = Counting(config, choice, bytes_each, kernels, sequence, role.lora if role.trained else None, padded)
-    each = [_stage_bytes(counting, stage, role) for stage in stages(config, choice)]
-    fullest = np.argmax([one.state + one.working for one in each], axis=0)
-    return RoleBytes(**{name: np.choose(fullest, [getattr(one, name) for one in each]) for name in vars(each[0])})
+    lora = role.lora if role.trained else None
+
+    def fullest(kernels: Kernels) -> RoleBytes:
+        counting = Counting(config, choice, bytes_each, kernels, sequence, lora, padded)
+        each = [_stage_bytes(counting, stage, role) for stage in stages(config, choice)]
+        most = np.argmax([one.state + one.working for one in each], axis=0)
+        return RoleBytes(**{name: np.choose(most, [getattr(one, name) for one in each]) for name in vars(each[0])})
+
+    found = fullest(kernels)
+    if config.window is None or not kernels.fused:
+        return found
+    cut = fullest(replace(kernels, fused=False))  # Transformer Engine has no window under context parallel
+    return RoleBytes(**{name: np.where(choice.cp > 1, getattr(cut, name), whole) for name, whole in vars(found).items()})
 
 
 def top_bytes(choice: Layouts, k: int, mini_batch: float) -> Any:

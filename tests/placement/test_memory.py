@@ -65,6 +65,17 @@ def test_torch_keeps_the_steps_between() -> None:
     assert counting.dense.kept[0] == TOKENS * (2 * norm + 5 * 18944 * 2 + attention)
 
 
+def test_layers_that_transformer_engine_does_not_make_are_torchs_in_plans() -> None:
+    # As models/layer_spec.uses_transformer_engine has it: float32, and a window under context parallel.
+    choice = one_layout(Layout(cp=2, world_size=2), TOKENS), one_layout(Layout(world_size=2), TOKENS)
+    sliding = replace(PLAIN, window=1024, local_layers=frozenset(range(PLAIN.num_layers)))
+    assert role_bytes(sliding, choice[0], 2, ACTOR) == role_bytes(sliding, choice[0], 2, ACTOR, TORCH)
+    for config, cut, each in (sliding, choice[1], 2), (PLAIN, choice[0], 2):
+        fused, torch = (role_bytes(config, cut, each, ACTOR, kernels).working[0] for kernels in (Kernels(), TORCH))
+        assert fused < 0.9 * torch
+    assert role_bytes(PLAIN, choice[1], 4, ACTOR) == role_bytes(PLAIN, choice[1], 4, ACTOR, TORCH)
+
+
 def test_recompute_keeps_the_layers_inputs_and_one_layer() -> None:
     whole, full = held(tp=4, world_size=4), held(recompute="full", tp=4, world_size=4)
     hidden = TOKENS * 3584 * 2 / 4
