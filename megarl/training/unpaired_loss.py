@@ -41,8 +41,8 @@ def kto_fn(settings: Kto, over_context: OverContext, kl: float) -> Callable[[Tok
             "kl": torch.full_like(weights, kl),
         }
         rewards = weights * beta * ratios.detach()
-        means = {
-            f"kto/{name}_reward": (rewards[chosen].sum(), weights[chosen].sum())
+        means = {  # not by rows that a mask chooses, for whose number the host would wait
+            f"kto/{name}_reward": (rewards.where(chosen, 0).sum(), weights.where(chosen, 0).sum())
             for name, chosen in (("desirable", desirable), ("undesirable", ~desirable))
         }
         loss = (weights * per_row).sum()

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from megarl.core.errors import MegarlError
@@ -161,3 +162,27 @@ def test_a_filler_counts_for_nothing(device):
     output = build_loss(KtoObjective(KTO), lambda part: part).at(1.0).fn(TokenScores(scores, None), batch)
     output.loss.backward()
     assert output.loss.item() == 0 and scores.grad.tolist() == [0]
+
+
+class Waits(TorchDispatchMode):
+    """Notes what a host waits for a device in: how many elements a mask chooses, and numbers of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        masks = name == "aten::index" and any(each is not None and each.dtype == torch.bool for each in args[1])
+        if masks or name in ("aten::nonzero", "aten::masked_select", "aten::_local_scalar_dense"):
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_is_not_waited_for(device):
+    [shard], [columns] = labelled_shards(examples(LENGTHS, VOCAB), micro_batches=1)
+    [micro] = shard.mini_batches[0].micro_batches
+    batch = to_device(micro, {"ref_logprobs": columns["ref_logprobs"][0][0]}, device, Layout(), 0)
+    with Waits() as waits:
+        build_loss(KtoObjective(KTO), lambda sums: sums).at(0.3).fn(TokenScores(torch.zeros_like(batch.mask), None), batch)
+    assert waits.found == set()
