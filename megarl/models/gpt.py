@@ -78,7 +78,8 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_dropout_fusion=fused,
         bias_activation_fusion=fused_activation,
-        apply_rope_fusion=fused and config.mla is None,
+        # Megatron 0.16.1 tells the kernel for packed sequences nothing of neighbours: it would rotate halves.
+        apply_rope_fusion=fused and config.mla is None and not config.interleaved_rope,
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
         **_attention(config),
@@ -244,7 +245,9 @@ def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection
         chunk.output_layer.register_forward_pre_hook(partial(_scale_input, config.logit_scale))
     if config.embedding_scale != 1.0 and chunk.pre_process:
         # The embedding alone is scaled, not the head that may share its weight.
-        chunk.embedding.register_forward_hook(partial(_scale_output, config.embedding_scale))
+        # Rounded to the weights' type, as transformers does; a number of the host, for which no device waits.
+        scale = torch.tensor(config.embedding_scale, dtype=chunk.config.params_dtype).item()
+        chunk.embedding.register_forward_hook(partial(_scale_output, scale))
     if config.pad_token_id is not None and chunk.pre_process:
         chunk.embedding.word_embeddings.register_forward_hook(partial(_hold_padding, config.pad_token_id))
 
@@ -256,8 +259,7 @@ def _scale_input(scale: float, module: torch.nn.Module, given: tuple[Tensor, ...
 
 
 def _scale_output(scale: float, module: torch.nn.Module, given: Any, output: Tensor) -> Tensor:
-    # The scale is rounded to the weights' type, as transformers does.
-    return output * torch.tensor(scale, dtype=output.dtype, device=output.device)
+    return output * scale
 
 
 def _hold_padding(token: int, module: Any, given: tuple[Tensor], output: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
@@ -261,6 +262,36 @@ def test_the_bias_of_the_choice_keeps_its_bits_and_is_not_trained(one_rank: Grou
     assert torch.equal(router.expert_bias.cpu(), written.e_score_correction_bias)
     assert router.config.moe_router_bias_update_rate == 0
     assert router.config.moe_router_dtype == "fp32"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "granite"])
+def test_embeddings_are_scaled_by_a_number_that_no_device_waits_for(
+    family: str, one_rank: Groups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale = {"hidden_size": 40} if family == "gemma3" else {"embedding_multiplier": 3.3}
+    model = built(write_tiny_model(tmp_path, family, **scale), one_rank, dtype=torch.bfloat16)
+    tokens = torch.tensor([[5, 9, 2]], device=PLATFORM.device)
+    # As transformers: of Gemma 3 the root of 40 in the weights' type, 6.3125; of Granite the number that the config has.
+    weight = model.embedding.word_embeddings.weight[tokens[0]].float()
+    expected = (weight * (6.3125 if family == "gemma3" else torch.tensor(3.3).bfloat16().item())).bfloat16()
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a tensor of the host that is copied to the device is waited for")
+
+    monkeypatch.setattr(torch, "tensor", never)
+    assert torch.equal(model.embedding(tokens, None)[:, 0], expected)
+
+
+def test_neighbours_are_rotated_by_no_kernel_of_transformer_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Megatron's apply_rotary_pos_emb says nothing of rotary_interleaved to the one for packed sequences.
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", print)
+    config = load_model_config(write_tiny_model(tmp_path))
+    for interleaved in (False, True):
+        settings = {"dtype": torch.bfloat16, "platform": WITH_TRANSFORMER_ENGINE}
+        made = transformer_config(replace(config, interleaved_rope=interleaved), ONE, **settings)
+        assert made.rotary_interleaved == interleaved != made.apply_rope_fusion
 
 
 def test_the_loss_is_not_rescaled_and_nothing_is_dropped(tmp_path: Path) -> None:
