@@ -63,6 +63,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 1},
     "smollm3": {},
     "ministral3": {},
+    "granite": {},
     "qwen3_moe": {},
     "mixtral": {},
     "deepseek_v3": {},

@@ -13,6 +13,8 @@ TESTS = (
     "tests/training/on_pretended_device.py",
     "tests/training/test_engine.py::test_three_adam_steps_equal_a_plain_torch_loop",
     "tests/training/test_engine.py::test_bfloat16_trains_on_float32_main_weights",
+    "tests/training/test_engine.py::test_distillation_at_the_likeliest_tokens_equals_plain_torch_on_whole_logits[0.3]",
+    "tests/training/test_unpaired_loss.py::test_updates_are_those_of_a_hand_written_loop[3]",
     "tests/training/test_roles.py::test_adapters_learn_and_the_model_without_them_is_the_reference",
     "tests/training/test_roles.py::test_replayed_routing_is_that_of_backward_too[full-2]",
     "tests/training/test_roles.py::test_the_balance_of_experts_enters_the_gradient_as_a_mean_over_tokens",
@@ -21,6 +23,14 @@ TESTS = (
     "tests/training/test_offload.py::test_a_frozen_role_says_the_same_after_sleep",
     "tests/models/test_gpt.py::test_gradients_equal_transformers[deepseek_v3]",
     "tests/models/test_gpt.py::test_gradients_equal_transformers[gemma3]",
+    # Sinks; norms over all heads and rotations that differ; scaled sums; scaled queries, by position too; a gate; neighbours.
+    "tests/models/test_gpt.py::test_gradients_equal_transformers[gpt_oss]",
+    "tests/models/test_gpt.py::test_gradients_equal_transformers[olmo3]",
+    "tests/models/test_gpt.py::test_gradients_equal_transformers[granite]",
+    "tests/models/test_gpt.py::test_gradients_equal_transformers[phi3 with longrope]",
+    "tests/models/test_gpt.py::test_gradients_equal_transformers[ministral3]",
+    "tests/models/test_gpt.py::test_gradients_equal_transformers[qwen2_moe]",
+    "tests/models/test_gpt.py::test_gradients_equal_transformers[glm4]",
     "tests/sync/test_tensor_hash.py::test_tiles_are_the_kernels",
     "tests/sync/test_shared_memory.py::test_ranks_tell_each_other_by_tensors_of_their_own_device",
 )
