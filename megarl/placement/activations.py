@@ -21,7 +21,10 @@ from megarl.placement.space import RECOMPUTE, Layouts
 from megarl.recipe.roles import Lora
 
 FLOAT, INDEX = 4, 8
-SINK, WIDTH = 2, 8  # elements beside each query and key for the product with the sink, and a head's own (models/attention.py)
+SINK, WIDTH = (
+    2,
+    8,
+)  # elements beside each query and key for the product with the sink, and a head's own (models/attention.py)
 SELECTIVE = RECOMPUTE.index("selective")
 
 

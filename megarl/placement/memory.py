@@ -103,7 +103,9 @@ def role_bytes(
     if config.window is None or not kernels.fused:
         return found
     cut = fullest(replace(kernels, fused=False))  # Transformer Engine has no window under context parallel
-    return RoleBytes(**{name: np.where(choice.cp > 1, getattr(cut, name), whole) for name, whole in vars(found).items()})
+    return RoleBytes(
+        **{name: np.where(choice.cp > 1, getattr(cut, name), whole) for name, whole in vars(found).items()}
+    )
 
 
 def top_bytes(choice: Layouts, k: int, mini_batch: float) -> Any:

@@ -184,5 +184,7 @@ def test_a_device_is_not_waited_for(device):
     [micro] = shard.mini_batches[0].micro_batches
     batch = to_device(micro, {"ref_logprobs": columns["ref_logprobs"][0][0]}, device, Layout(), 0)
     with Waits() as waits:
-        build_loss(KtoObjective(KTO), lambda sums: sums).at(0.3).fn(TokenScores(torch.zeros_like(batch.mask), None), batch)
+        build_loss(KtoObjective(KTO), lambda sums: sums).at(0.3).fn(
+            TokenScores(torch.zeros_like(batch.mask), None), batch
+        )
     assert waits.found == set()
