@@ -198,8 +198,8 @@ def _sdpa(
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """[b, heads, s, d] -> [s, b, heads, d]. mask: [queries, keys] bool.
 
-    Of CUDA's kernels that never hold [s, s] one takes masks, and not in every torch heads that share keys (2.13:
-    sdp_utils_cpp.h): here those that do are as many batches, over the same memory of keys.
+    Of CUDA's kernels that never hold [s, s] one takes masks, and no heads that share keys (torch 2.13,
+    mem_eff_attention/kernel_forward.h): here those that do are as many batches, over the same memory of keys.
     """
     (batch, heads, length, width), shared = q.shape, k.shape[1]
     groups = heads // shared

@@ -246,8 +246,8 @@ def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection
     if config.embedding_scale != 1.0 and chunk.pre_process:
         # The embedding alone is scaled, not the head that may share its weight.
         # Rounded to the weights' type, as transformers does; a number of the host, for which no device waits.
-        scale = torch.tensor(config.embedding_scale, dtype=chunk.config.params_dtype).item()
-        chunk.embedding.register_forward_hook(partial(_scale_output, scale))
+        rounded = float(torch.tensor(config.embedding_scale, dtype=chunk.config.params_dtype))
+        chunk.embedding.register_forward_hook(partial(_scale_output, rounded))
     if config.pad_token_id is not None and chunk.pre_process:
         chunk.embedding.word_embeddings.register_forward_hook(partial(_hold_padding, config.pad_token_id))
 
