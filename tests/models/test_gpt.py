@@ -371,8 +371,12 @@ def test_nothing_is_initialised_but_what_is_cut_is_marked(one_rank: Groups, tmp_
         ("ministral3", {}, True),
         ("deepseek_v3", {}, True),
         ("deepseek_v3", {"v_head_dim": 40}, False),
+        ("granite", {}, True),
+        ("phi3", longrope(0.75), True),
         ("gemma3", {}, False),
         ("gpt_oss", {}, False),
+        ("glm4", {}, False),
+        ("olmo2", {}, False),
     ],
 )
 def test_transformer_engine_is_used_where_it_can(
