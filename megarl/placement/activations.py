@@ -21,10 +21,8 @@ from megarl.placement.space import RECOMPUTE, Layouts
 from megarl.recipe.roles import Lora
 
 FLOAT, INDEX = 4, 8
-SINK, WIDTH = (
-    2,
-    8,
-)  # elements beside each query and key for the product with the sink, and a head's own (models/attention.py)
+SINK = 2  # elements beside each query and key that make the product with the sink (models/attention.py)
+WIDTH = 8  # and what a head's are filled up to a multiple of
 SELECTIVE = RECOMPUTE.index("selective")
 
 
