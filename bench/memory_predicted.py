@@ -68,6 +68,8 @@ CASES = (
     Case("local", dtype="bfloat16", recompute="full"),
     Case("norms behind", dtype="bfloat16"),
     Case("whole norms, experts", dtype="bfloat16"),
+    Case("linear attention"),
+    Case("linear attention", dtype="bfloat16", recompute="full"),
     # Two ranks.
     Case("dense", _at(2)),
     Case("dense", _at(2, tp=2)),
@@ -92,6 +94,7 @@ CASES = (
     Case("local", _at(2, tp=2, **SP), dtype="bfloat16"),
     Case("norms behind", _at(2, tp=2, **SP)),
     Case("whole norms, experts", _at(2, tp=2, ep=2, **SP)),
+    Case("linear attention", _at(2, tp=2, **SP), dtype="bfloat16"),
     # Four ranks.
     Case("dense", _at(4, tp=2, pp=2, **SP)),
     Case("dense", _at(4, tp=2, cp=2, **SP), dtype="bfloat16"),

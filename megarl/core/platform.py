@@ -165,7 +165,7 @@ class Platform:
     adapts_megatron: Megatron runs there behind megarl's adapter.
     returns_routing: SGLang can say there which experts it chose (0.5.21 captures them in memory registered with CUDA).
     serves_fp8: SGLang can serve FP8 weights there. serves_float32: float32 ones, by the attention that it chooses.
-    serves_latents: models with latent attention.
+    serves_latents: models with latent attention. serves_delta: models with Gated DeltaNet.
     fuses_shared_experts: SGLang may hold shared experts among the others there.
     tensor_hash: the function by which SGLang hashes weights there. pads_weights: its ranks' shares of weights are filled up with
     zeros to even sizes.
@@ -196,6 +196,7 @@ class Platform:
     serves_fp8: bool = True
     serves_float32: bool = False
     serves_latents: bool = True
+    serves_delta: bool = True
     fuses_shared_experts: bool = True
     tensor_hash: TensorHash = "tiles"
     pads_weights: bool = False
@@ -279,6 +280,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             serves_fp8=False,
             serves_float32=True,
             serves_latents=False,
+            serves_delta=False,
             lora_server_args=("--lora-backend", "torch_native"),
             refused_server_args=CPU_REFUSED,
             fuses_shared_experts=False,

@@ -78,6 +78,31 @@ class Mla:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """Gated DeltaNet (arXiv 2412.06464), in the layers that `ModelConfig.linear_layers` names.
+
+    num_key_heads: of queries and keys, each key_dim wide. num_value_heads: a multiple of them, each value_dim wide.
+    conv_width: tokens that the convolution before the rule sees.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def mixed(self) -> int:
+        """Of one key head, the elements of a token that the convolution goes over: query, key, and values."""
+        return 2 * self.key_dim + self.num_value_heads // self.num_key_heads * self.value_dim
+
+    @property
+    def columns(self) -> int:
+        """Of one key head, the columns of the linears before the rule: gates and two numbers a value head as well."""
+        return self.mixed + self.num_value_heads // self.num_key_heads * (self.value_dim + 2)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder-only model. Sizes are counts of elements; `ffn_hidden_size` is of one of the two gated halves.
 
@@ -93,6 +118,8 @@ class ModelConfig:
     output has a bias (gpt-oss).
     norm_offset: norms multiply by 1 + weight. pre_norms, post_norms: norms before attention and MLP, and behind them.
     whole_qk_norm: norms of queries and of keys, where there are any, are over all heads together (OLMo-2, arXiv 2501.00656).
+    output_gate: attention's output is multiplied by a sigmoid of as many numbers of the token's own, which q_proj has (Qwen3.5).
+    linear_layers: layers (from 0) that have `delta` in attention's place.
     pad_token_id: the token whose embedding does not learn; None is none.
     embedding_scale: multiplies the embeddings. query_scale: of the attention logits; None is head_dim ** -0.5.
     residual_scale: multiplies what attention and MLP add to the residual stream. logit_scale: multiplies the vocabulary's logits.
@@ -120,6 +147,9 @@ class ModelConfig:
     moe: Moe | None = None
     moe_layers: frozenset[int] = frozenset()
     mla: Mla | None = None
+    delta: Delta | None = None
+    linear_layers: frozenset[int] = frozenset()
+    output_gate: bool = False
     rotary_dim: int | None = None
     interleaved_rope: bool = False
     activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"

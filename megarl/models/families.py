@@ -66,6 +66,7 @@ class Family:
     them, and a bias behind its output (ModelConfig). unscaled_locally: layers with a window have RoPE that is not scaled.
     unrotated: which layers have no positions: those without a window in models that have windows ("global"), or those that
     no_rope_layers names, every fourth where no key says ("named").
+    delta: layers that layer_types names have Gated DeltaNet (hf_delta). output_gate, norm_offset: see ModelConfig.
     multipliers: four keys say what is multiplied (hf_scales).
     window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
     those that a pattern names: where no key says, those whose number is no multiple of window_period. window_switch: only
@@ -92,6 +93,9 @@ class Family:
     unscaled_locally: bool = False
     unrotated: Literal["never", "global", "named"] = "never"
     multipliers: bool = False
+    delta: bool = False
+    output_gate: bool = False
+    norm_offset: bool = False
     sinks: bool = False
     moe: MoeKeys | None = None
     mla: bool = False
@@ -168,6 +172,15 @@ _GEMMA3_ONLY: Only = MappingProxyType(
 _OLMOE_ONLY: Only = MappingProxyType({**COMMON, "clip_qkv": (None, "clipped queries, keys and values")})
 _OLMO3_ONLY: Only = MappingProxyType({**COMMON, "sliding_window_pattern": (4, "other layers with windows")})
 
+_QWEN3_5_ONLY: Only = MappingProxyType(
+    {
+        **{key: value for key, value in COMMON.items() if key != "partial_rotary_factor"},
+        "attn_output_gate": (True, "attention without a gate"),  # SGLang's alone
+        "sliding_window": (None, "sliding-window attention"),
+        "use_sliding_window": (False, "sliding-window attention"),
+    }
+)
+
 OLMO2 = Family("olmo2", ("olmo2",), qk_norm=True, whole_qk_norm=True, pre_norms=False, post_norms=True, pad=1)
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -183,6 +196,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "Qwen3ForCausalLM": Family(
             "qwen3", ("qwen3",), qk_norm=True, window="upper", window_switch=True, window_default=4096
+        ),
+        "Qwen3_5ForCausalLM": Family(
+            "qwen3_5",
+            ("qwen3_5_text",),
+            qk_norm=True,
+            rotary_share=0.25,
+            head_dim=256,
+            delta=True,
+            output_gate=True,
+            norm_offset=True,
+            only=_QWEN3_5_ONLY,
+            score_architecture="Qwen3_5TextForSequenceClassification",
         ),
         "Qwen3MoeForCausalLM": Family(
             "qwen3_moe",

@@ -25,7 +25,8 @@ Recompute = Literal["none", "selective", "full"]
 class ForwardFlops:
     """One forward pass, by where the operations are; over all layers and all tokens.
 
-    projections: attention's linear layers. attention: queries against keys, and probabilities against values.
+    projections: attention's linear layers. attention: queries against keys, and probabilities against values; of Gated DeltaNet
+    the convolution, and the state by keys, values and queries, token by token.
     mlp: dense MLPs, routers, routed and shared experts with their gates. logits: the output layer.
     """
 
@@ -48,12 +49,13 @@ class ForwardFlops:
 def forward_flops(config: ModelConfig, lengths: Sequence[int] | IntArray) -> ForwardFlops:
     """FLOPs of one forward pass over sequences of these lengths (tokens), packed or not; padding is not counted."""
     tokens = float(np.sum(np.asarray(lengths, np.int64)))
-    num_local = len(config.local_layers)
-    pairs = (config.num_layers - num_local) * _visible_pairs(lengths, None)
+    num_local, num_linear = len(config.local_layers), len(config.linear_layers)
+    num_attention = config.num_layers - num_linear
+    pairs = (num_attention - num_local) * _visible_pairs(lengths, None)
     pairs += num_local * _visible_pairs(lengths, config.window)
     return ForwardFlops(
-        projections=2 * tokens * config.num_layers * _attention_weights(config),
-        attention=2 * pairs * _pair_multiplications(config),
+        projections=2 * tokens * (num_attention * _attention_weights(config) + num_linear * _delta_weights(config)),
+        attention=2 * (pairs * _pair_multiplications(config) + tokens * num_linear * _delta_multiplications(config)),
         mlp=2 * tokens * _mlp_weights(config),
         logits=2 * tokens * config.hidden_size * config.vocab_size,
     )
@@ -110,11 +112,28 @@ def _attention_weights(config: ModelConfig) -> float:
     """Weights of one layer's attention that multiply each token."""
     hidden, heads, mla = config.hidden_size, config.num_heads, config.mla
     if mla is None:
-        return hidden * config.head_dim * (2 * heads + 2 * config.num_kv_heads)
+        return hidden * config.head_dim * ((3 if config.output_gate else 2) * heads + 2 * config.num_kv_heads)
     query_dim = heads * (mla.nope_dim + mla.rope_dim)
     query = hidden * query_dim if mla.q_rank is None else mla.q_rank * (hidden + query_dim)
     key_value = hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
     return query + key_value + heads * mla.v_dim * hidden
+
+
+def _delta_weights(config: ModelConfig) -> float:
+    """Weights of one layer's linears around Gated DeltaNet."""
+    delta = config.delta
+    if delta is None:
+        return 0.0
+    return config.hidden_size * (delta.num_key_heads * delta.columns + delta.num_value_heads * delta.value_dim)
+
+
+def _delta_multiplications(config: ModelConfig) -> float:
+    """Multiplications of one token in one layer's Gated DeltaNet: the key reads its state, it is written, the query reads."""
+    delta = config.delta
+    if delta is None:
+        return 0.0
+    convolved = delta.num_key_heads * delta.mixed * delta.conv_width
+    return 3 * delta.num_value_heads * delta.key_dim * delta.value_dim + convolved
 
 
 def _mlp_weights(config: ModelConfig) -> float:

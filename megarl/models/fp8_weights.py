@@ -22,6 +22,7 @@ BLOCK = 128  # rows and columns that share a scale
 UNSCALED_FAMILIES = ("llama", "mistral", "ministral3", "phi3")
 # Of whose experts SGLang loads no scales of blocks (models/gpt_oss.py, granitemoe.py).
 STACKED_FAMILIES = ("gpt_oss", "granitemoe")
+LINEAR_FAMILIES = ("qwen3_5",)  # of which it was not tried what SGLang holds in FP8
 UNQUANTISED = ("mlp.router.weight", SHARED_GATE)
 
 
@@ -64,6 +65,11 @@ def check_servable(config: ModelConfig, tp: int) -> None:
     if config.family in STACKED_FAMILIES:
         raise UserError(
             f"`rollout.quantization`: SGLang has no FP8 for the experts of the family {config.family}. Set it to null."
+        )
+    if config.family in LINEAR_FAMILIES:
+        raise UserError(
+            f"`rollout.quantization`: which linears of Gated DeltaNet, as the family {config.family} has it, SGLang holds in FP8 "
+            "is not known here. Set it to null."
         )
     for rule in _linears(config):
         for source in rule.sources:

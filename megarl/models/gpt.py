@@ -101,6 +101,11 @@ def _attention(config: ModelConfig) -> dict[str, Any]:
         settings["window_attn_skip_freq"] = [int(index in config.local_layers) for index in range(config.num_layers)]
     mla = config.mla
     if mla is None:
+        settings["attention_output_gate"] = config.output_gate
+        if config.delta is not None:
+            # Megatron then names layers in checkpoints by their numbers: they differ in what they hold.
+            linear = [int(index in config.linear_layers) for index in range(config.num_layers)]
+            settings["linear_attention_freq"] = linear
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
         apart = scales_queries(config) or config.mixed_ropes
         return settings | {"softmax_scale": scale if apart else scale * logit_factor(config.rope)}

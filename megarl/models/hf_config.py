@@ -16,6 +16,7 @@ from megarl.hub.names import address
 from megarl.models.config import Mla, ModelConfig, Moe
 from megarl.models.families import FAMILIES, LANGUAGE_MODEL, SCORE_MODEL, Family, MoeKeys, score_architecture
 from megarl.models.hf_beside import files_beside
+from megarl.models.hf_delta import DELTA_REQUIRED, read_delta
 from megarl.models.hf_fields import Fields, refuse_feature, shown
 from megarl.models.hf_fp8 import read_fp8_block
 from megarl.models.hf_layers import listed, read_unrotated, read_window
@@ -98,11 +99,13 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         interleaved_rope=family.interleaved,
         activation=family.activation,
         sinks=family.sinks,
-        norm_offset=family.gemma,
+        norm_offset=family.gemma or family.norm_offset,
+        output_gate=family.output_gate,
         pre_norms=family.pre_norms,
         post_norms=family.gemma or family.post_norms,
         whole_qk_norm=family.whole_qk_norm,
         **read_scales(fields, family, hidden),
+        **read_delta(fields, family, layers),
         window=window,
         local_layers=local_layers,
         local_rope=local_rope if local_layers else None,
@@ -152,7 +155,7 @@ def _check_model_type(fields: Fields, family: Family, architecture: str) -> None
 
 
 def _check_present(fields: Fields, family: Family, architecture: str) -> None:
-    wanted = [*_REQUIRED, *(_MLA_REQUIRED if family.mla else ())]
+    wanted = [*_REQUIRED, *(_MLA_REQUIRED if family.mla else ()), *(DELTA_REQUIRED if family.delta else ())]
     if family.moe is not None:
         keys = family.moe
         wanted += [fields.first(keys.num_experts), keys.ffn_hidden_size, "num_experts_per_tok"]

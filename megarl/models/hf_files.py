@@ -269,10 +269,11 @@ def _unused(index: dict[str, TensorInfo], config: ModelConfig) -> set[str]:
 
     A stored copy of a tied head, which is held against the embedding; rotary frequencies, which the config gives; and the
     layers behind the last that predict further tokens (DeepSeek-V3's multi-token prediction, known by their `eh_proj`), which
-    transformers leaves out too.
+    transformers leaves out too (and Qwen3.5's, by a name of their own).
     """
     layers = range(config.num_layers, config.num_layers + MAX_PREDICTION_LAYERS)
     extra = [f"model.layers.{i}." for i in layers if f"model.layers.{i}.eh_proj.weight" in index]
+    extra += ["mtp."] if config.family == "qwen3_5" else []
     unused = {name for name in index if name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(extra))}
     return unused | ({HEAD} if config.tied_embeddings else set())
 

@@ -14,7 +14,9 @@ UNROTATED, INTERVAL = "no_rope_layers", "no_rope_layer_interval"
 
 
 def read_window(fields: Fields, family: Family, layers: int, architecture: str) -> tuple[int | None, frozenset[int]]:
-    """The sliding window, and the layers that have it."""
+    """The sliding window, and the layers that have it. Raises UserError."""
+    if family.delta:  # no window, and kinds of layers of its own
+        return None, frozenset()
     # null is an answer here, unlike elsewhere: no window.
     value = fields.raw.get("sliding_window", family.window_default)
     slides = value is not None and family.window != "never"
@@ -41,18 +43,23 @@ def read_window(fields: Fields, family: Family, layers: int, architecture: str) 
 
 def _named_local_layers(fields: Fields, layers: int) -> frozenset[int]:
     """The layers that `layer_types` gives a sliding window. Raises UserError where it does not speak of these layers."""
+    return layers_of_kind(fields, layers, SLIDING)
+
+
+def layers_of_kind(fields: Fields, layers: int, wanted: str) -> frozenset[int]:
+    """The layers that `layer_types` gives this kind, where all others have full attention. Raises UserError."""
     kinds = fields.words(KINDS)
     if len(kinds) != layers:
         raise UserError(
             f"{fields.path}: layer_types has {len(kinds)} entries, and num_hidden_layers is {layers}: it wants one entry a "
             "layer. Export the model again."
         )
-    if unknown := sorted(set(kinds) - {"full_attention", SLIDING}):
+    if unknown := sorted(set(kinds) - {"full_attention", wanted}):
         raise UserError(
             f"{fields.path}: layer_types has {', '.join(map(shown, unknown))}; supported are 'full_attention' and "
-            f"'{SLIDING}'. Use a model without it."
+            f"'{wanted}'. Use a model without it."
         )
-    return frozenset(index for index, kind in enumerate(kinds) if kind == SLIDING)
+    return frozenset(index for index, kind in enumerate(kinds) if kind == wanted)
 
 
 def _check_kinds(fields: Fields, family: Family, window: Any, architecture: str) -> None:

@@ -56,6 +56,7 @@ class HfReader(AbstractContextManager["HfReader"]):
         info = self._index[name]
         if len(info.shape) == 3:
             info = replace(info, shape=(info.shape[0] * info.shape[1], info.shape[2]))
+            target = target.flatten(0, -2)  # of a convolution it has three dimensions, too
         width = torch.Size(info.shape[1:]).numel()
         # What has scales passes through float32.
         itemsize = STORED_DTYPES[info.dtype].itemsize if info.scales is None else torch.float32.itemsize

@@ -22,6 +22,8 @@ from torch import Tensor
 from megarl.core.platform import Platform
 from megarl.models.attention import CoreAttention
 from megarl.models.config import ModelConfig
+from megarl.models.delta_net import GatedDeltaNet
+from megarl.models.gated_attention import GatedSelfAttention
 from megarl.models.latent_attention import LatentAttention
 from megarl.models.norms import LATENT_EPS, NormedRowParallelLinear, RMSNorm, WholeNorm
 from megarl.models.rope import logit_factor
@@ -93,10 +95,11 @@ def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torc
     are TF32's, whatever torch is told, and it has no attention under context parallel (2.11). That has no window where keys and
     values go from rank to rank, which is how Megatron asks for it.
     """
+    apart = config.mixed_ropes or config.sinks or config.delta or config.output_gate
     wide_values = config.mla is not None and config.mla.v_dim > config.head_dim
     window = config.window is not None and cp > 1
     norms = config.post_norms or config.whole_qk_norm
-    cannot = norms or config.mixed_ropes or config.sinks or wide_values or window or dtype == torch.float32
+    cannot = norms or apart or wide_values or window or dtype == torch.float32
     return platform.has_transformer_engine and not cannot
 
 
@@ -196,6 +199,11 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
     if config.mla is not None:
         layer.self_attention = ModuleSpec(LatentAttention)
         return spec
+    if index in config.linear_layers:
+        layer.self_attention = ModuleSpec(GatedDeltaNet, params={"delta": config.delta})
+        return spec
+    if config.output_gate:
+        layer.self_attention.module = GatedSelfAttention
     attention = layer.self_attention.submodules
     attention.core_attention = CoreAttention
     if config.whole_qk_norm:

@@ -38,6 +38,7 @@ def cuts_servers(config: ModelConfig, tp: int) -> bool:
         return tp == 1
     heads = config.num_kv_heads
     even = config.num_heads % tp == 0 and config.ffn_hidden_size % tp == 0
+    even = even and (config.delta is None or config.delta.num_key_heads % tp == 0)
     repeats = tp % heads == 0 and not config.whole_qk_norm and config.family not in BY_TRANSFORMERS
     return even and (config.mla is not None or heads % tp == 0 or repeats)
 
@@ -60,6 +61,10 @@ def check_server_layout(config: ModelConfig, tp: int, name: str = "rollout.tp") 
 def layout_problems(config: ModelConfig, layout: Layout) -> list[str]:
     """What stands against a layout, one sentence each; empty when nothing does."""
     problems = _tensor_problems(config, layout.tp) + _expert_problems(config, layout)
+    if config.delta is not None and layout.cp > 1:
+        problems.append(
+            f"cp {layout.cp} would cut sequences, through which the state of its linear attention runs (tp, pp and dp do not)"
+        )
     try:
         stage_layers(layout, config.num_layers)
     except UserError as error:
@@ -71,13 +76,17 @@ def _tensor_problems(config: ModelConfig, tp: int) -> list[str]:
     sizes = {"attention heads": config.num_heads, "MLP columns": config.ffn_hidden_size}
     if config.mla is None:
         # Ranks that cut through a group of heads cut the rows of all queries, keys and values evenly.
-        sizes["rows of queries, keys and values"] = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        sizes["rows of queries, keys and values"] = (
+            config.num_heads * (2 if config.output_gate else 1) + 2 * config.num_kv_heads
+        ) * config.head_dim
     if config.moe is not None and config.moe.shared_ffn_hidden_size:
         sizes["columns of the shared experts"] = config.moe.shared_ffn_hidden_size
     if config.mla is not None:
         sizes["compressed key-value columns"] = config.mla.kv_rank + config.mla.rope_dim
         if config.mla.q_rank is not None:
             sizes["compressed query columns"] = config.mla.q_rank
+    if config.delta is not None:
+        sizes["key heads of linear attention"] = config.delta.num_key_heads
     uneven = [f"{size} {what}" for what, size in sizes.items() if size % tp]
     heads = config.num_kv_heads
     if config.whole_qk_norm and heads % tp:  # ranks that repeat a head would count it more than once in its norm

@@ -19,6 +19,8 @@ TARGETS = (
     "linear_q_up_proj",
     "linear_kv_down_proj",
     "linear_kv_up_proj",
+    # Gated DeltaNet has this one.
+    "linear_in",
 )
 
 

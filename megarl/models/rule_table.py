@@ -12,9 +12,9 @@ from typing import Literal
 # How a Megatron tensor is cut over tensor parallel (experts: over expert-tensor parallel).
 Cut = Literal["whole", "rows", "columns"]
 # In which order the rows of the HF tensors stand in the Megatron tensor. chain: as they are. groups: for each key-value
-# head its queries, its key, its value. halves: for each rank its rows of every tensor. padded: behind them rows of zeros,
-# up to a multiple of the ranks.
-Order = Literal["chain", "groups", "halves", "padded"]
+# head its queries, its key, its value. key_heads: for each of Gated DeltaNet's key heads its rows of every tensor. halves: for
+# each rank its rows of every tensor. padded: behind them rows of zeros, up to a multiple of the ranks.
+Order = Literal["chain", "groups", "key_heads", "halves", "padded"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,12 @@ QKV_WEIGHT = (
     ("self_attn.v_proj.weight", "keys hidden"),
 )
 QKV_IN_ONE = (("self_attn.qkv_proj.weight", "queries+keys+keys hidden"),)
+DELTA_IN = (
+    ("linear_attn.in_proj_qkv.weight", "delta_keys+delta_keys+delta_values hidden"),
+    ("linear_attn.in_proj_z.weight", "delta_values hidden"),
+    ("linear_attn.in_proj_b.weight", "value_heads hidden"),
+    ("linear_attn.in_proj_a.weight", "value_heads hidden"),
+)
 QKV_BIAS = (
     ("self_attn.q_proj.bias", "queries"),
     ("self_attn.k_proj.bias", "keys"),
@@ -146,7 +152,31 @@ LAYER = (
         "rows",
         when="latent",
     ),
-    Row("self_attention.linear_proj.weight", (("self_attn.o_proj.weight", "hidden values"),), "columns"),
+    # ... or Gated DeltaNet in attention's place.
+    Row("input_layernorm.weight", (("input_layernorm.weight", "hidden"),), when="delta"),
+    Row("self_attention.linear_in.weight", DELTA_IN, "rows", "key_heads", "delta"),
+    Row(
+        "self_attention.conv_weight",
+        (("linear_attn.conv1d.weight", "delta_keys+delta_keys+delta_values one conv"),),
+        "rows",
+        "key_heads",
+        "delta",
+    ),
+    Row("self_attention.decay_log", (("linear_attn.A_log", "value_heads"),), "rows", when="delta"),
+    Row("self_attention.decay_bias", (("linear_attn.dt_bias", "value_heads"),), "rows", when="delta"),
+    Row("self_attention.norm_weight", (("linear_attn.norm.weight", "delta_value"),), when="delta"),
+    Row(
+        "self_attention.linear_proj.weight",
+        (("linear_attn.out_proj.weight", "hidden delta_values"),),
+        "columns",
+        when="delta",
+    ),
+    Row(
+        "self_attention.linear_proj.weight",
+        (("self_attn.o_proj.weight", "hidden values"),),
+        "columns",
+        when="attention",
+    ),
     Row("self_attention.linear_proj.bias", (("self_attn.o_proj.bias", "hidden"),), when="sinks"),
     Row("self_attention.core_attention.softmax_offset", (("self_attn.sinks", "query_heads"),), "rows", when="sinks"),
     # Norm before the MLP; Gemma and GLM-4 have norms behind attention and MLP too, and Gemma's HF names move on by one. OLMo-2

@@ -138,7 +138,7 @@ def _rule(
         megatron=ours + name.replace("{e}", number),
         sources=sources,
         cut=row.fused_cut if fused and row.fused_cut else row.cut,
-        rounds={"groups": sizes["groups"], "halves": 0}.get(row.order, 1),
+        rounds={"groups": sizes["groups"], "key_heads": sizes.get("key_heads", 1), "halves": 0}.get(row.order, 1),
         is_padded=row.order == "padded",
         layer=layer,
         expert=expert,
@@ -168,7 +168,9 @@ def _features(config: ModelConfig, layer: int) -> frozenset[str]:
     """What a layer is made of, in the words of the table's `when`."""
     moe, mla = config.moe, config.mla
     found = {
-        "heads": mla is None,
+        "heads": mla is None and layer not in config.linear_layers,
+        "delta": layer in config.linear_layers,
+        "attention": layer not in config.linear_layers,
         "latent": mla is not None,
         "direct_queries": mla is not None and mla.q_rank is None,
         "latent_queries": mla is not None and mla.q_rank is not None,
@@ -207,7 +209,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
         "query_heads": heads,
         "groups": config.num_kv_heads,
         "head": config.head_dim,
-        "queries": heads * config.head_dim,
+        "queries": heads * config.head_dim * (2 if config.output_gate else 1),  # each head's gate is behind its query
         "keys": config.num_kv_heads * config.head_dim,
         "values": heads * config.head_dim,
         "ffn": config.ffn_hidden_size,
@@ -220,6 +222,16 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
             "kv_down": mla.kv_rank + mla.rope_dim,
             "kv_up": heads * (mla.nope_dim + mla.v_dim),
             "values": heads * mla.v_dim,
+        }
+    if config.delta is not None:
+        delta = config.delta
+        sizes |= {
+            "key_heads": delta.num_key_heads,
+            "value_heads": delta.num_value_heads,
+            "delta_keys": delta.num_key_heads * delta.key_dim,
+            "delta_values": delta.num_value_heads * delta.value_dim,
+            "delta_value": delta.value_dim,
+            "conv": delta.conv_width,
         }
     if config.moe is not None:
         moe = config.moe

@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from megarl.models.config import Mla, ModelConfig, Moe
+from megarl.models.config import Delta, Mla, ModelConfig, Moe
 from megarl.placement.devices import Kernels
-from megarl.placement.space import RECOMPUTE, Layouts
+from megarl.placement.sizes import linear_share
+from megarl.placement.space import FULL, RECOMPUTE, Layouts
 from megarl.recipe.roles import Lora
 
 FLOAT, INDEX = 4, 8
+CHUNK = 64  # tokens of a step of linear attention (models/delta_net.py)
 SINK = 2  # elements beside each query and key that make the product with the sink (models/attention.py)
 WIDTH = 8  # and what a head's are filled up to a multiple of
 SELECTIVE = RECOMPUTE.index("selective")
@@ -67,7 +69,8 @@ class Counting:
         config = self.config
         wide = config.mla is not None and config.mla.v_dim > config.head_dim
         norms = config.post_norms or config.whole_qk_norm
-        cannot = norms or config.mixed_ropes or config.sinks or wide or self.each == FLOAT
+        apart = config.mixed_ropes or config.sinks or config.delta or config.output_gate
+        cannot = norms or apart or wide or self.each == FLOAT
         return self.kernels.fused and not cannot
 
     @property
@@ -165,13 +168,48 @@ class Counting:
     @cached_property
     def _attention(self) -> tuple[Any, Any, Any]:
         """Of attention with its norm: bytes kept, gradients at once where the core is differentiated, forward at most."""
-        return self._grouped() if self.config.mla is None else self._latent(self.config.mla)
+        config = self.config
+        if config.mla is not None:
+            return self._latent(config.mla)
+        if config.delta is None:
+            return self._grouped()
+        linear, share = self._linear(config.delta), linear_share(config)
+        if share == 1:
+            return linear
+        full = self._grouped()
+        # Layers that are computed again are held one at a time: the fullest counts.
+        kept = np.where(
+            self.choice.recompute == FULL, np.maximum(linear[0], full[0]), share * linear[0] + (1 - share) * full[0]
+        )
+        return kept, np.maximum(linear[1], full[1]), np.maximum(linear[2], full[2])
+
+    def _linear(self, delta: Delta) -> tuple[Any, Any, Any]:
+        """Gated DeltaNet (models/delta_net.py), float32 behind the convolution; sequences' last chunks are taken as full."""
+        tp, tokens, each = self.choice.tp, self.tokens, self.each
+        pairs, heads = delta.num_key_heads / tp, delta.num_value_heads / tp
+        mixed, keys, values = pairs * delta.mixed, heads * delta.key_dim, heads * delta.value_dim
+        wide = each == FLOAT
+        columns = pairs * delta.columns * each
+        # The convolution's input and output, and what follows in float32; queries and keys by themselves.
+        kept = 2 * mixed * each + mixed * FLOAT + 2 * pairs * delta.key_dim * FLOAT
+        # Of the triangular system its products, its solution and what it was made of; of the steps what they multiply.
+        square = pairs * 2 + heads * 4
+        kept = kept + FLOAT * (square * CHUNK + 4 * values + 4 * keys + keys * delta.value_dim / CHUNK)
+        selective, inside = self.choice.recompute == SELECTIVE, kept
+        passing = columns + mixed * (each + FLOAT * (not wide))
+        passing = passing + FLOAT * (2 * pairs * delta.key_dim + 2 * heads * CHUNK + 4 * values + 4 * keys)
+        norm = FLOAT * (values * 3 + heads)
+        kept = np.where(selective, columns + values * each, kept + columns * wide)
+        kept = kept + norm + values * (FLOAT * (not wide) + each * self.reads("linear_proj"))
+        before = self._before("linear_in") + self._inner("linear_in") + self._inner("linear_proj")
+        gradients = columns + np.where(selective, inside, FLOAT * (3 * values + 3 * keys))
+        return before + tokens * kept, tokens * gradients, tokens * passing
 
     def _grouped(self) -> tuple[Any, Any, Any]:
         config, tp = self.config, self.choice.tp
         heads = Heads(config.num_heads / tp, config.num_kv_heads / tp, config.head_dim, config.head_dim)
         query, key = heads.queries * heads.key, heads.pairs * heads.key
-        mixed = query + 2 * key
+        mixed = query * (2 if config.output_gate else 1) + 2 * key
         kept = self._before("linear_qkv") + self._rotation(config.rotated)
         if config.whole_qk_norm:  # two norms, of copies
             kept = kept + self.norm(query + key, output=False, of=1) + self.tokens * FLOAT

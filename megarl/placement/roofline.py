@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from megarl.models.config import ModelConfig
+from megarl.models.config import Delta, ModelConfig
 from megarl.placement.cluster import Cluster
+from megarl.placement.sizes import linear_share
 
 # Bytes of one logit's way through log-probs and entropy in each direction: read in the model's dtype, worked on in float32.
 LOGIT_BYTES = 20
@@ -57,11 +58,22 @@ def attention_products(config: ModelConfig, tp: Any) -> Products:
     hidden, heads, mla = config.hidden_size, config.num_heads / np.asarray(tp), config.mla
     if mla is None:
         kv = np.maximum(config.num_kv_heads / np.asarray(tp), 1)
-        return [(hidden, (heads + 2 * kv) * config.head_dim), (heads * config.head_dim, hidden)]
+        queries = (2 if config.output_gate else 1) * heads
+        full = [(hidden, (queries + 2 * kv) * config.head_dim), (heads * config.head_dim, hidden)]
+        return full if config.delta is None else _mixed_products(config, config.delta, full, tp)
     wide = heads * (mla.nope_dim + mla.rope_dim)
     query = [(hidden, wide)] if mla.q_rank is None else [(hidden, mla.q_rank), (mla.q_rank, wide)]
     key_value = [(hidden, mla.kv_rank + mla.rope_dim), (mla.kv_rank, heads * (mla.nope_dim + mla.v_dim))]
     return [*query, *key_value, (heads * mla.v_dim, hidden)]
+
+
+def _mixed_products(config: ModelConfig, delta: Delta, full: Products, tp: Any) -> Products:
+    """Of a layer on average, where some have linear attention: each product with as many columns as its share of the layers."""
+    hidden, share = config.hidden_size, linear_share(config)
+    values = delta.num_value_heads * delta.value_dim / np.asarray(tp)
+    averaged: Products = [(inner, (1 - share) * columns) for inner, columns in full]
+    averaged += [(hidden, share * delta.num_key_heads * delta.columns / np.asarray(tp)), (values, share * hidden)]
+    return averaged
 
 
 def mlp_products(hidden: int, width: float, tp: Any) -> Products:

@@ -16,9 +16,9 @@ from megarl.recipe.roles import Lora
 class Sizes:
     """Parameters of one model, by what cuts them.
 
-    attention: of one layer. dense_mlp: of one layer without experts. routed: of all experts of one layer. shared: of
-    one layer's shared experts, router and gate. embedding: of one vocabulary matrix. head: whether a matrix of that size
-    stands at the end (a critic has a single row there).
+    attention: of one layer, on average over the kinds of attention. dense_mlp: of one layer without experts. routed: of all
+    experts of one layer. shared: of one layer's shared experts, router and gate. embedding: of one vocabulary matrix. head:
+    whether a matrix of that size stands at the end (a critic has a single row there).
     """
 
     layers: int
@@ -44,6 +44,9 @@ def model_sizes(config: ModelConfig, *, head: bool = True) -> Sizes:
     hidden, moe = config.hidden_size, config.moe
     # One token's multiplications are twice the weights that it meets.
     projections = forward_flops(config, [1]).projections / 2 / config.num_layers
+    if config.delta is not None:
+        convolved = config.delta.num_key_heads * config.delta.mixed * config.delta.conv_width
+        projections += linear_share(config) * convolved
     return Sizes(
         layers=config.num_layers,
         moe_layers=len(config.moe_layers),
@@ -55,6 +58,11 @@ def model_sizes(config: ModelConfig, *, head: bool = True) -> Sizes:
         tied=config.tied_embeddings,
         head=head,
     )
+
+
+def linear_share(config: ModelConfig) -> float:
+    """The share of layers whose attention is linear."""
+    return len(config.linear_layers) / config.num_layers
 
 
 def whole_parameters(config: ModelConfig, layers: Any, moe_layers: Any, *, fused: bool) -> Any:
@@ -83,7 +91,7 @@ def adapter_sizes(config: ModelConfig, lora: Lora, tp: Any, layers: Any, moe_lay
 
     hidden, heads, mla, moe = config.hidden_size, config.num_heads, config.mla, config.moe
     if mla is None:
-        mixed = (heads + 2 * config.num_kv_heads) * config.head_dim
+        mixed = ((2 if config.output_gate else 1) * heads + 2 * config.num_kv_heads) * config.head_dim
         attention = factors("linear_qkv", hidden, mixed)
         values = heads * config.head_dim
     else:
@@ -96,6 +104,10 @@ def adapter_sizes(config: ModelConfig, lora: Lora, tp: Any, layers: Any, moe_lay
             attention = attention + factors("linear_q_down_proj", hidden, mla.q_rank)
             attention = attention + factors("linear_q_up_proj", mla.q_rank, query)
     attention = attention + factors("linear_proj", values, hidden, rows=False)
+    if (delta := config.delta) is not None:
+        linear = factors("linear_in", hidden, delta.num_key_heads * delta.columns)
+        linear = linear + factors("linear_proj", delta.num_value_heads * delta.value_dim, hidden, rows=False)
+        attention = attention + linear_share(config) * (linear - attention)
     shared = mlp(moe.shared_ffn_hidden_size) if moe is not None and moe.shared_ffn_hidden_size else 0.0
     return layers * attention + (layers - moe_layers) * mlp(config.ffn_hidden_size) + moe_layers * shared
 
@@ -103,12 +115,13 @@ def adapter_sizes(config: ModelConfig, lora: Lora, tp: Any, layers: Any, moe_lay
 def kv_bytes(config: ModelConfig, tp: Any, bytes_each: int) -> Any:
     """Bytes of one token's keys and values on one rank of a server: heads are cut, and repeated where they are fewer.
 
-    Latent attention keeps one compressed vector, which every rank holds whole (arXiv 2405.04434).
+    Latent attention keeps one compressed vector, which every rank holds whole (arXiv 2405.04434); linear attention keeps none of
+    a token.
     """
     if config.mla is not None:
         return np.full(np.shape(tp), float(config.num_layers * (config.mla.kv_rank + config.mla.rope_dim) * bytes_each))
     heads = np.maximum(config.num_kv_heads / np.asarray(tp), 1)
-    return 2.0 * config.num_layers * heads * config.head_dim * bytes_each
+    return 2.0 * (config.num_layers - len(config.linear_layers)) * heads * config.head_dim * bytes_each
 
 
 def kv_span(config: ModelConfig, context: Any) -> Any:

@@ -169,12 +169,7 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
     """
     _check_windows(where, model, longest)
     _check_head_norms(where, model)
-    if model.mla is not None and not platform.serves_latents:
-        raise UserError(
-            f"{where}: {model.architecture} has latent attention, and SGLang 0.5.21 starts with it on {platform.name} and "
-            "ends at the first request (its torch attention takes no keys of another width than queries). Roles train on it: "
-            "`megarl sft`, `rm`, `dpo` and `kto` start no servers. Generate on cuda, or take another model."
-        )
+    _check_attention(where, model, platform)
     if model.family in OWN_HEADS and model.tied_embeddings:
         raise UserError(
             f"{where}: the head of the model is its embedding (tie_word_embeddings in its config.json), and SGLang builds "
@@ -265,6 +260,22 @@ def _check_constants(where: str, model: ModelConfig) -> None:
             )
 
 
+def _check_attention(where: str, model: ModelConfig, platform: Platform) -> None:
+    """Whether SGLang has the model's kind of attention on this platform. Raises UserError."""
+    if model.mla is not None and not platform.serves_latents:
+        raise UserError(
+            f"{where}: {model.architecture} has latent attention, and SGLang 0.5.21 starts with it on {platform.name} and "
+            "ends at the first request (its torch attention takes no keys of another width than queries). Roles train on it: "
+            "`megarl sft`, `rm`, `dpo` and `kto` start no servers. Generate on cuda, or take another model."
+        )
+    if model.delta is not None and not platform.serves_delta:
+        raise UserError(
+            f"{where}: {model.architecture} has Gated DeltaNet, and SGLang 0.5.21 computes that on {platform.name} by compiled "
+            "kernels (sgl_kernel) that come with no package. Roles train on it: `megarl sft`, `rm`, `dpo` and `kto` start no "
+            "servers. Generate on cuda, or take another model."
+        )
+
+
 def check_calls(where: str, parser: str | None, model: ModelConfig) -> None:
     """Whether SGLang's parsers read the model's calls of tools. Raises UserError.
 
@@ -317,6 +328,11 @@ def _check_hashes(recipe: Recipe, model: ModelConfig, platform: Platform) -> Non
         raise UserError(
             f"`sync.verify`: on {platform.name} the kernels that SGLang chooses say how {model.architecture}'s experts lie in "
             "memory, and hashes of that are not known. Set it to probe."
+        )
+    if recipe.sync.verify == "hash" and model.delta is not None:
+        raise UserError(
+            f"`sync.verify`: how SGLang holds the linears of {model.architecture}'s Gated DeltaNet is not known here, nor hashes "
+            "of that. Set it to probe."
         )
     moe = model.moe  # a shared expert with a gate stays apart (models/qwen2_moe.py)
     shared = moe is not None and moe.shared_ffn_hidden_size > 0 and not moe.shared_gate

@@ -79,6 +79,7 @@ def assert_same_bytes(found, expected):
         "glm4_moe_lite",
         "gpt_oss",
         "olmo3",
+        "qwen3_5",
         "gemma3",
     ],
 )

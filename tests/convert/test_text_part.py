@@ -38,6 +38,7 @@ FAMILIES = {
     "Qwen2VLForConditionalGeneration": "qwen2",
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Glm4vForConditionalGeneration": "glm4",
 }
 LLAVA, QWEN3 = "LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration"

@@ -30,6 +30,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_key_value_heads": 1}),
     "mistral": ("mistral", {"vocab_size": 97}),
     "ministral3": ("ministral3", {"vocab_size": 97}),
+    "qwen3_5": (
+        "qwen3_5",
+        {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
+    ),
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen2_moe": ("qwen2_moe", {"vocab_size": 97}),
     "phi3": ("phi3", longrope(0.75) | {"tie_word_embeddings": True}),

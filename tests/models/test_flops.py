@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from megarl.models.config import Mla, ModelConfig, Moe, Rope
+from megarl.models.config import Delta, Mla, ModelConfig, Moe, Rope
 from megarl.models.flops import forward_flops, mfu, recompute_flops, train_flops
 from megarl.models.hf_config import load_model_config
 from tests.support.tiny import CONFIGS, write_tiny_model
@@ -51,6 +51,17 @@ def test_packed_sequences_do_not_see_each_other():
     assert apart.linear == together.linear
     assert apart.attention == 2 * 2 * 24 * (6 + 15 + 0 + 1)
     assert together.attention == 2 * 2 * 24 * 45
+
+
+def test_linear_attention_by_hand():
+    delta = Delta(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, conv_width=4)
+    config = replace(DENSE, delta=delta, linear_layers=frozenset({0}), output_gate=True)
+    flops = forward_flops(config, [2, 1])
+    # Layer 0: queries and keys 6 each, values and gates 20 each, two numbers for each of 4 heads, output 20: 10 x 80 weights.
+    # Layer 1: queries and gates 12 each, keys and values 6 each, output 12: 10 x 48.
+    assert flops.projections == 2 * 3 * (800 + 480)
+    # Layer 0: three times 4 states of 3 x 5, and four tokens of 32 channels. Layer 1: 3 + 1 pairs of 24.
+    assert flops.attention == 2 * (3 * (3 * 60 + 4 * 32) + 4 * 24)
 
 
 def test_a_window_leaves_the_last_keys():
@@ -113,7 +124,8 @@ def test_pairs_are_those_of_a_mask(lengths, window):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_torch_counts_the_same_on_transformers(tmp_path, family):
-    write_tiny_model(tmp_path, family)
+    # Linear attention is counted token by token, by hand: its chunks multiply more.
+    write_tiny_model(tmp_path, family, **({"layer_types": ["full_attention"] * 3} if family == "qwen3_5" else {}))
     config = load_model_config(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"

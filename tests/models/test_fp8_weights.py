@@ -13,7 +13,15 @@ from torch import Tensor
 from megarl.core.errors import UserError
 from megarl.models.config import ModelConfig
 from megarl.models.fp8_quantize import quantize
-from megarl.models.fp8_weights import BLOCK, STACKED_FAMILIES, UNSCALED_FAMILIES, blocks, check_servable, quantised
+from megarl.models.fp8_weights import (
+    BLOCK,
+    LINEAR_FAMILIES,
+    STACKED_FAMILIES,
+    UNSCALED_FAMILIES,
+    blocks,
+    check_servable,
+    quantised,
+)
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_fp8 import scale_name
 from megarl.models.known_configs import FOLDER
@@ -27,7 +35,7 @@ from tests.support.sglang_fp8 import loaded_by_sglang
 from tests.support.tiny import CONFIGS, write_tiny_model
 
 KNOWN = sorted(str(path.parent.relative_to(FOLDER)) for path in FOLDER.rglob("config.json"))
-FAMILIES = [family for family in CONFIGS if family not in STACKED_FAMILIES]
+FAMILIES = [family for family in CONFIGS if family not in (*STACKED_FAMILIES, *LINEAR_FAMILIES)]
 
 
 def wide(folder: Path, family: str) -> Path:

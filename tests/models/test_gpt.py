@@ -56,6 +56,18 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 1.5}}),
     ("ministral3", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.1}}),
     ("ministral3", {"rope_parameters": LINEAR | {"original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.1}}),
+    ("qwen3_5", {}),
+    (
+        "qwen3_5",
+        {
+            "tie_word_embeddings": True,
+            "head_dim": 24,
+            "num_key_value_heads": 1,
+            "partial_rotary_factor": 0.5,
+            "linear_conv_kernel_dim": 2,
+            "linear_num_value_heads": 2,
+        },
+    ),
     ("qwen3_moe", {}),
     ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1, "decoder_sparse_step": 2}),
     ("qwen2_moe", {}),
@@ -207,19 +219,19 @@ def expected_gradient(theirs: dict[str, Tensor], name: str) -> Tensor | None:
     return gate if kind in ("gate_proj", "w1") else up
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "ministral3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5", "deepseek_v3", "ministral3", "gemma3"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_activations_give_the_same_gradients(
     family: str, recompute: str, one_rank: Groups, tmp_path: Path
 ) -> None:
-    write_tiny_model(tmp_path, family, sliding_window=None if family == "qwen3_moe" else 4)
+    write_tiny_model(tmp_path, family, sliding_window=None if family.startswith("qwen3_") else 4)
     kept = loss_gradients(built(tmp_path, one_rank).train(), tmp_path)
     again = loss_gradients(built(tmp_path, one_rank, recompute=recompute).train(), tmp_path)
     # On a CPU torch's own bounds, by dtype; elsewhere sums may come in another order.
     torch.testing.assert_close(again, kept, **OTHER_ORDER)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "ministral3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "deepseek_v3", "ministral3", "gemma3"])
 def test_packed_sequences_know_nothing_of_each_other(
     family: str, one_rank: Groups, bounds: Tolerance, tmp_path: Path
 ) -> None:
@@ -377,6 +389,7 @@ def test_nothing_is_initialised_but_what_is_cut_is_marked(one_rank: Groups, tmp_
         ("gpt_oss", {}, False),
         ("glm4", {}, False),
         ("olmo2", {}, False),
+        ("qwen3_5", {}, False),
     ],
 )
 def test_transformer_engine_is_used_where_it_can(

@@ -34,6 +34,7 @@ CASES = [
     ("llama", {"vocab_size": 97}),
     ("mistral", {}),
     ("ministral3", {"tie_word_embeddings": True}),
+    ("qwen3_5", {}),
     ("qwen3_moe", {}),
     ("qwen2_moe", {}),
     ("phi3", {"tie_word_embeddings": True}),

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
-from megarl.models.config import Mla, ModelConfig, Moe, Rope
+from megarl.models.config import Delta, Mla, ModelConfig, Moe, Rope
 from megarl.models.layout_check import check_layout, check_server_layout, cuts_servers, layout_problems, nearest_layouts
 
 DENSE = ModelConfig(
@@ -31,6 +31,7 @@ DENSE = ModelConfig(
 )
 EXPERTS = replace(DENSE, moe=Moe(num_experts=6, top_k=2, ffn_hidden_size=32), moe_layers=frozenset(range(4)))
 WHOLE = replace(DENSE, qk_norm=True, whole_qk_norm=True)
+LINEAR = replace(DENSE, delta=Delta(4, 8, 16, 16, 4), linear_layers=frozenset({0, 1, 2}), output_gate=True)
 LATENT = replace(DENSE, mla=Mla(q_rank=24, kv_rank=14, nope_dim=8, rope_dim=4, v_dim=8), num_kv_heads=8)
 
 
@@ -45,6 +46,7 @@ LATENT = replace(DENSE, mla=Mla(q_rank=24, kv_rank=14, nope_dim=8, rope_dim=4, v
         (EXPERTS, Layout(ep=3, world_size=3)),
         (EXPERTS, Layout(tp=2, sequence_parallel=True, etp=2, ep=2, world_size=4)),
         (LATENT, Layout(tp=2, world_size=2)),
+        (LINEAR, Layout(tp=4, sequence_parallel=True, pp=2, world_size=16)),
     ],
 )
 def test_layouts_that_work(config: ModelConfig, layout: Layout) -> None:
@@ -56,6 +58,12 @@ def test_layouts_that_work(config: ModelConfig, layout: Layout) -> None:
     ("config", "layout", "message"),
     [
         (DENSE, Layout(tp=3, world_size=3), "tp 3 does not divide 8 attention heads, 2 key-value heads"),
+        (LINEAR, Layout(tp=8, world_size=8), "tp 8 does not divide 4 key heads of linear attention"),
+        (
+            LINEAR,
+            Layout(cp=2, world_size=2),
+            "cp 2 would cut sequences, through which the state of its linear attention",
+        ),
         (replace(DENSE, ffn_hidden_size=90), Layout(tp=4, world_size=4), "90 MLP columns"),
         (replace(DENSE, num_heads=3, num_kv_heads=1, head_dim=1), Layout(tp=3, world_size=3), "5 rows of queries"),
         (DENSE, Layout(pp=3, world_size=3), "4 layers cannot be assigned to 3 pipeline ranks"),
@@ -99,3 +107,9 @@ def test_servers_repeat_no_heads_that_are_normed_together() -> None:
     with pytest.raises(UserError, match=r"rollout\.tp 2: SGLang serves OlmoeForCausalLM on one device alone"):
         check_server_layout(olmoe, 2)
     assert [tp for tp in (1, 2, 4) if cuts_servers(olmoe, tp)] == [1]
+
+
+def test_servers_cut_linear_attention_by_its_key_heads() -> None:
+    check_server_layout(LINEAR, 4)
+    with pytest.raises(UserError, match=r"rollout\.tp 8 does not divide the model.* Sizes that work: 1, 2, 4\."):
+        check_server_layout(LINEAR, 8)

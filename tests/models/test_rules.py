@@ -35,6 +35,7 @@ DEEPSEEK = replace(
         ("llama", {"tie_word_embeddings": True}),
         ("mistral", {}),
         ("ministral3", {}),
+        ("qwen3_5", {"head_dim": 24}),
         ("qwen3_moe", {}),
         ("qwen2_moe", {}),
         ("qwen2_moe", {"qkv_bias": False, "tie_word_embeddings": True}),

@@ -65,6 +65,13 @@ PARTLY_ROTATED = {
 }
 LOCAL = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
 SINKS = {**LOCAL, "intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
+LINEAR = {
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 # Name -> family, class in HF's config, what differs from COMMON.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dense": ("llama", "Llama", {}),
@@ -86,6 +93,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96},
     ),
     "sinks": ("gpt_oss", "GptOss", SINKS),
+    "linear attention": ("qwen3_5", "Qwen3_5", LINEAR),
 }
 
 

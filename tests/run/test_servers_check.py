@@ -203,6 +203,26 @@ def test_latents_are_served_where_sglang_attends_to_them(place: Place) -> None:
         check_servers(recipe, model, get_platform("cpu"))
 
 
+def test_gated_delta_net_is_served_where_sglang_has_kernels_for_it(place: Place) -> None:
+    model = load_model_config(write_tiny_model(place.root / "delta", "qwen3_5"))
+
+    def check(platform: str, *said: str) -> None:
+        check_servers(load_recipe(place.recipe, ["model.dtype=bfloat16", *said]).recipe, model, get_platform(platform))
+
+    check("cuda")
+    for platform, said, message in (
+        (
+            "cpu",
+            [],
+            r"Qwen3_5ForCausalLM has Gated DeltaNet, and SGLang .* on cpu by compiled kernels.*Generate on cuda",
+        ),
+        ("cuda", ["sync.verify=hash"], r"`sync\.verify`: how SGLang holds the linears of Qwen3_5ForCausalLM's"),
+        ("cuda", ["rollout.quantization=fp8"], r"`rollout\.quantization`: which linears of Gated DeltaNet"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check(platform, *said)
+
+
 def test_a_shared_expert_with_a_gate_is_served_with_a_head_and_hashed_as_it_is(place: Place) -> None:
     model = load_model_config(write_tiny_model(place.root / "gated", "qwen2_moe", mlp_only_layers=[]))
     cuda = load_recipe(place.recipe, ["model.dtype=bfloat16", "sync.verify=hash"]).recipe

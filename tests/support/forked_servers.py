@@ -119,7 +119,8 @@ def unused_models() -> tuple[str, ...]:
 
     from tests.support.tiny import CONFIGS, tiny_config
 
-    names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[tiny_config(family).model_type] for family in CONFIGS]
+    served = [family for family in CONFIGS if family != "qwen3_5"]  # which no server on a CPU has
+    names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[tiny_config(family).model_type] for family in served]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({"architectures": names}))
         return server_models.unused_models(Path(folder))

@@ -87,6 +87,31 @@ TINY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "num_position_embeddings": 16,
         },
     ),
+    "Qwen3_5ForConditionalGeneration": (
+        "Qwen3_5Config",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.5,
+                "mrope_interleaved": True,
+                "mrope_section": [2, 1, 1],
+            },
+        },
+        {
+            "depth": 1,
+            "hidden_size": 16,
+            "out_hidden_size": 64,
+            "num_heads": 2,
+            "intermediate_size": 24,
+            "num_position_embeddings": 16,
+        },
+    ),
     "Glm4vForConditionalGeneration": (
         "Glm4vConfig",
         {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},

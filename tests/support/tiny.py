@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 CONFIGS = {
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
+    "qwen3_5": "Qwen3_5TextConfig",
     "qwen3_moe": "Qwen3MoeConfig",
     "qwen2_moe": "Qwen2MoeConfig",
     "llama": "LlamaConfig",
@@ -35,6 +36,13 @@ CONFIGS = {
 }
 # What a family has beside the common sizes; small enough for a CPU, and every feature at work.
 OWN: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    },
     "qwen3_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 3,
@@ -261,6 +269,10 @@ def write_tiny_model(
                 tensor.normal_()  # experts that answer alike would leave routers gradients of rounding alone
                 if "gate_up" in name:
                     tensor[:, ::7] *= 8  # beyond the limits of gate and up
+            elif name.endswith("conv1d.weight"):
+                tensor.normal_(std=0.5)  # else the epsilon of the norms behind would be all that counts
+            elif name.endswith("A_log"):
+                tensor.uniform_(-4, 1)  # states that last for some tokens, and for one
             elif (tensor.dim() == 1 and isinstance(tensor, torch.nn.Parameter)) or name.endswith("correction_bias"):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(folder)
