@@ -51,12 +51,13 @@ class HfReader(AbstractContextManager["HfReader"]):
     def read(self, name: str, rows: slice, columns: slice | None, target: Tensor) -> None:
         """Begin to copy these rows and columns of a tensor into `target`, of that shape, cast to its dtype.
 
-        rows: of a tensor of all experts those of all of them. What is in `target` counts when `finish` has returned.
+        rows: a tensor of three dimensions is a matrix of all its rows, as of all experts. What is in `target`
+        counts when `finish` has returned.
         """
         info = self._index[name]
         if len(info.shape) == 3:
             info = replace(info, shape=(info.shape[0] * info.shape[1], info.shape[2]))
-            target = target.flatten(0, -2)  # of a convolution it has three dimensions, too
+            target = target.flatten(0, -2)  # of a convolution it has three dimensions as well
         width = torch.Size(info.shape[1:]).numel()
         # What has scales passes through float32.
         itemsize = STORED_DTYPES[info.dtype].itemsize if info.scales is None else torch.float32.itemsize

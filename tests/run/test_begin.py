@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,16 @@ def test_evaluations_are_not_taken_for_those_of_a_start_that_came_to_nothing(
     assert 3 in evaluations_before(old) and evaluations_before(new) == {}
     done = getattr(begin, last)
 
+    open_files = ExitStack()
+
     def killed_after(*arguments: Any, **named: Any) -> Any:
-        done(*arguments, **named)
+        made = done(*arguments, **named)
+        open_files.callback(getattr(made, "close", lambda: None))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(begin, last, killed_after)
     committed = run_checkpoints.Checkpoints(folder / "checkpoints", keep_last=9).latest()
-    with pytest.raises(KeyboardInterrupt), begin.opened(new, [], committed, StopRequest()):
+    with open_files, pytest.raises(KeyboardInterrupt), begin.opened(new, [], committed, StopRequest()):
         raise AssertionError("it has begun")
     assert committed.step == 2 and 3 not in evaluations_before(new)
 

@@ -274,7 +274,8 @@ def _compare_values(index: dict[str, TensorInfo], theirs: dict[str, Any]) -> Non
     targets = {name: torch.empty(info.shape) for name, info in wanted.items()}
     with HfReader(wanted, check_finite=False) as reader:
         for name, target in targets.items():
-            reader.read(name, slice(0, len(target)), None, target)
+            rows = len(target.flatten(0, 1) if target.dim() == 3 else target)
+            reader.read(name, slice(0, rows), None, target)
         reader.finish()
     for name, target in targets.items():
         its = torch.frombuffer(bytearray(theirs[name]["data"]), dtype=STORED_DTYPES[wanted[name].dtype])
