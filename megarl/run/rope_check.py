@@ -19,6 +19,7 @@ from megarl.models.layout_check import BY_TRANSFORMERS
 DROPPED = ("olmo3",)  # families of which SGLang drops rope_parameters
 # Families of which it hears what stands outside (models/llama.py, exaone4.py).
 OUTSIDE = ("llama", "mistral", "ministral3", "exaone4")
+BY_CONTEXT = ("yarn", "llama3")  # kinds of scaling that ask for the first context
 ORIGINAL = "original_max_position_embeddings"
 ITS_OWN = ("attn_factor", "extrapolation_factor")  # keys that SGLang multiplies by, and transformers passes over
 MAGNITUDES, TURNS = ("mscale", "mscale_all_dim"), ("beta_fast", "beta_slow")
@@ -35,7 +36,7 @@ def check_served_rope(where: str, folder: Path, model: ModelConfig) -> None:
     """
     kind, dropped = model.rope.kind, model.family in DROPPED
     unread = model.mla is not None or model.family in BY_TRANSFORMERS
-    if unread or not (kind in ("yarn", "llama3") or (dropped and kind != "default")):
+    if unread or not (kind in BY_CONTEXT or (dropped and kind != "default")):
         return
     config = read_object(folder / "config.json", "Export the model again.")
     if dropped and not config.get("rope_scaling"):
@@ -50,8 +51,8 @@ def check_served_rope(where: str, folder: Path, model: ModelConfig) -> None:
 
 
 def _of_contexts(scaling: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
-    first = model.rope.original_positions
-    if scaling and scaling.get(ORIGINAL, model.max_positions) != first and model.family not in OUTSIDE:
+    first, asked = model.rope.original_positions, model.rope.kind in BY_CONTEXT
+    if asked and scaling and scaling.get(ORIGINAL, model.max_positions) != first and model.family not in OUTSIDE:
         yield (
             f"transformers takes {ORIGINAL} from outside of rope_scaling or rope_parameters, {first}, and SGLang from "
             f"inside. Write {first} inside"

@@ -80,8 +80,9 @@ def test_what_transformers_code_serves_is_served_whatever_it_reads(tmp_path: Pat
     checked(folder, rope_theta=THETA, rope_scaling=YARN | {"attention_factor": 1.7})
 
 
-def test_olmo_3_is_served_with_the_keys_of_the_published_models(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path, "olmo3", rope_parameters=YARN | {"rope_theta": THETA})
+@pytest.mark.parametrize("scaling", [YARN, {"rope_type": "linear", "factor": 4.0}])
+def test_olmo_3_is_served_with_the_keys_of_the_published_models(scaling: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, "olmo3", rope_parameters=scaling | {"rope_theta": THETA})
     model = load_model_config(folder)
     with pytest.raises(UserError, match=r"SGLang does not read of Olmo3ForCausalLM\. Write it in two keys"):
         check_served_rope("model", folder, model)
