@@ -225,7 +225,7 @@ def _in_own_digits(value: Any, kind: pyarrow.DataType) -> Any:
     if value is None:
         return None
     if types.is_float32(kind) or types.is_float16(kind):
-        return float(str(kind.to_pandas_dtype()(value)))
+        return value if value.is_integer() else float(str(kind.to_pandas_dtype()(value)))
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return [_in_own_digits(each, kind.value_type) for each in value]
     if types.is_struct(kind):

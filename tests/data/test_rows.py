@@ -160,6 +160,15 @@ def test_numbers_of_few_bits_keep_their_own_digits(tmp_path: Path) -> None:
     assert three["double"] == float(np.float32(0.1)) != 0.1
 
 
+def test_whole_numbers_of_few_bits_are_what_they_are(tmp_path: Path) -> None:
+    """The fewest digits that tell 123456792 from its neighbours are those of 123456790."""
+    wholes = {pyarrow.float32(): 123456792.0, pyarrow.float16(): 65504.0}
+    for kind, whole in wholes.items():
+        column = pyarrow.array(np.array([whole, np.inf], kind.to_pandas_dtype()), kind)
+        pyarrow.parquet.write_table(pyarrow.table({"answer": column}), tmp_path / "rows.parquet")
+        assert [row.fields["answer"] for row in read_rows(tmp_path / "rows.parquet")] == [whole, float("inf")]
+
+
 def test_a_date_that_python_has_not_names_its_column(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     dates = pyarrow.array([2**60], pyarrow.timestamp("us"))
