@@ -210,7 +210,10 @@ def _values(path: Path, name: str, column: pyarrow.Array) -> list[Any]:
     import pyarrow
 
     try:
-        return [_in_own_digits(value, column.type) for value in column.to_pylist()]
+        values: list[Any] = column.to_pylist()
+        # Of a type's name, as nested types have it within theirs: looked for once, as most columns have no such numbers.
+        few_bits = "float" in str(column.type)  # float, halffloat; 64 bits are a double
+        return [_in_own_digits(value, column.type) for value in values] if few_bits else values
     except (pyarrow.ArrowException, OverflowError, ValueError) as error:  # dates that Python has not
         raise UserError(
             f"{path}: the column {name!r} ({column.type}) has a value that cannot be read ({error}). Write the column as text, "
