@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,9 @@ def made_with(recipe: Recipe, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
     weights = sorted([*recipe.model.path.glob("*.safetensors"), recipe.model.path / "config.json"])
     found["model's files"] = [f"{path.name}: {path.stat().st_size} bytes" for path in weights if path.exists()]
     folders = {key: Path(values[key]) for key in MODELS if values.get(key) is not None}
-    # What a replay has another of may be gone.
-    found |= {
-        FINGERPRINTS[key]: fingerprint(folder) for key, folder in folders.items() if (folder / "config.json").exists()
-    }
+    for key, folder in folders.items():
+        with suppress(OSError):  # what a replay has another of may be gone, or half of it
+            found[FINGERPRINTS[key]] = fingerprint(folder)
     found |= {f"{name}{OF_ROWS}": digest for name, digest in digests.items()}
     return found | {package: installed(package) for package in PACKAGES}
 

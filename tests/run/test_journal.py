@@ -239,6 +239,11 @@ def test_a_model_that_is_gone_has_no_fingerprint(tmp_path: Path) -> None:
     """A replay may have another in its place, and says that the path is another."""
     gone = recipe_of(tmp_path, teacher={"path": str(tmp_path / "gone")}, **OTHER_MODELS["teacher"])
     assert "teacher's fingerprint" not in made_with(gone) and "model's fingerprint" in made_with(gone)
+    half = shutil.copytree(recipe_of(tmp_path).model.path, tmp_path / "gone")
+    for weights in half.glob("*.safetensors"):  # as of a cache that was cleared
+        weights.unlink()
+        weights.symlink_to(tmp_path / "nowhere")
+    assert any(half.glob("*.safetensors")) and "teacher's fingerprint" not in made_with(gone)
 
 
 def test_a_new_run_begins_with_nothing(tmp_path: Path, journal: Path) -> None:
