@@ -81,7 +81,13 @@ class Model:
         told = [as_told(message) for message in messages]
         try:
             prompt = template.prompt(told)
-            left_out = template.left_out(told, prompt[1])
+            if left_out := template.left_out(told, prompt[1]):
+                # DeepSeek-R1's distilled ones show calls beside null alone.
+                told = [
+                    each | {"content": each["content"] or None} if each.get("tool_calls") else each for each in told
+                ]
+                prompt = template.prompt(told)
+                left_out = template.left_out(told, prompt[1])
         except TemplateRefusalError as error:
             raise RefusedError(str(error), param="messages") from error
         if left_out:

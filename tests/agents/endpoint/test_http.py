@@ -166,10 +166,12 @@ def test_calls_and_results_that_a_template_shows_are_taken() -> None:
         for _ in range(2):
             assert (await client.chat.completions.create(model=MODEL, messages=CALLED, tools=[TOOL])).choices
 
+    by_null = "{% if message.content is none %}{{ message.tool_calls[0].id }}{% else %}{{ message.content }}{% endif %}"
     shows = "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.id }}{% endfor %}"
-    template = PLAIN.replace(" if message.role != 'tool'", "").replace("{{ message.content }}", shows)
-    template = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + template
-    served(writing("1"), call, make_tokenizer("qwen3", template=template))
+    for shown in (shows, by_null):
+        template = PLAIN.replace(" if message.role != 'tool'", "").replace("{{ message.content }}", shown)
+        template = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + template
+        served(writing("1"), call, make_tokenizer("qwen3", template=template))
 
 
 def test_what_changes_nothing_is_taken() -> None:
