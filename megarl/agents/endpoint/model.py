@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,25 +78,21 @@ class Model:
                 "The last message is the assistant's, and that is what the model is to write: end with another one.",
                 param="messages",
             )
-        told = [as_told(message) for message in messages]
-        try:
-            prompt = template.prompt(told)
-            if left_out := template.left_out(told, prompt[1]):
-                # DeepSeek-R1's distilled ones show calls beside null alone.
-                told = [
-                    each | {"content": each["content"] or None} if each.get("tool_calls") else each for each in told
-                ]
+        reasons = []
+        for told in _forms(messages):
+            try:
                 prompt = template.prompt(told)
                 left_out = template.left_out(told, prompt[1])
-        except TemplateRefusalError as error:
-            raise RefusedError(str(error), param="messages") from error
-        if left_out:
-            raise RefusedError(
+            except TemplateRefusalError as error:
+                reasons.append(str(error))
+                continue
+            if not left_out:
+                return prompt
+            reasons.append(
                 f"The model's chat template leaves out {left_out}. Leave them out of the messages, or take a model whose "
-                "template shows them.",
-                param="messages",
+                "template shows them."
             )
-        return prompt
+        raise RefusedError(reasons[0], param="messages")
 
     def encode(self, text: str, *, first: bool) -> TokenArray:
         """A text without template. first: it is the beginning, where the tokenizer may put tokens and a blank of its own."""
@@ -147,6 +143,15 @@ class Model:
         """Close the parser's connections."""
         if self._parser is not None:
             await self._parser.close()
+
+
+def _forms(messages: Sequence[ChatMessage]) -> Iterator[list[Message]]:
+    """Messages as templates want them: most calls as objects; DeepSeek's as they came, and beside null for no text."""
+    told = [as_told(message) for message in messages]
+    yield told
+    if any(message.tool_calls for message in messages):
+        came = [{"content": message.content or None, "tool_calls": message.tool_calls} for message in messages]
+        yield [one | calls if calls["tool_calls"] else one for one, calls in zip(told, came, strict=True)]
 
 
 def as_told(message: ChatMessage) -> Message:

@@ -166,7 +166,8 @@ def test_calls_and_results_that_a_template_shows_are_taken() -> None:
         for _ in range(2):
             assert (await client.chat.completions.create(model=MODEL, messages=CALLED, tools=[TOOL])).choices
 
-    by_null = "{% if message.content is none %}{{ message.tool_calls[0].id }}{% else %}{{ message.content }}{% endif %}"
+    by_null = "{% if message.content is none %}{{ message.tool_calls[0].function.arguments + 'x' }}{% else %}"
+    by_null += "{{ message.content }}{% endif %}"
     shows = "{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.id }}{% endfor %}"
     for shown in (shows, by_null):
         template = PLAIN.replace(" if message.role != 'tool'", "").replace("{{ message.content }}", shown)
