@@ -71,7 +71,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     layers, hidden = fields.count("num_hidden_layers", most=MOST_LAYERS), fields.count("hidden_size")
     heads, kv_heads, head_dim, mla = _heads(fields, family, hidden)
     window, local_layers = read_window(fields, family, layers, architecture)
-    rotary_dim = None if family.rotary_share is None else read_rotary_dim(fields, head_dim, family.rotary_share)
+    rotary_dim = None if family.rotary_share is None else read_rotary_dim(fields, family, head_dim)
     rope, local_rope = read_ropes(fields, family, rotary_dim)
     moe, moe_layers = _moe(fields, family, layers) if family.moe else (None, frozenset())
     mxfp4 = moe is not None and moe.biases and is_mxfp4(fields)
@@ -172,7 +172,8 @@ def _check_features(fields: Fields, family: Family, architecture: str) -> None:
     asked = [
         f"{key}={shown(value)} ({what})"
         for key, (only, what) in family.only.items()
-        if (value := fields.get(key)) is not None and value != only
+        # null is no to a question whose one answer is yes, and elsewhere no answer.
+        if (value := fields.raw.get(key, only)) != only and (value is not None or only is True)
     ]
     if asked:
         refuse_feature(fields, ", ".join(asked), architecture)

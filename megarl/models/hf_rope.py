@@ -61,10 +61,19 @@ def read_rope(
     return rope
 
 
-def read_rotary_dim(fields: Fields, head_dim: int, default: float) -> int:
-    """How many elements of a head are rotated. default: share of the head where no key says. Raises UserError."""
+def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
+    """How many elements of a head are rotated, in a family that may rotate a part. Raises UserError."""
     part = _described(fields)
-    share = part.get(SHARE, fields.raw.get(SHARE, default))
+    # What stands outside, to transformers; where nothing does it takes its own of most families.
+    outside = fields.raw.get(SHARE, None if family.longrope else family.rotary_share)
+    share = part.get(SHARE, fields.raw.get(SHARE, family.rotary_share))
+    if _kind(part) != "default" and None not in (share, outside) and share != outside:
+        part.refuse(
+            SHARE,
+            share,
+            f"where RoPE is scaled, transformers takes {shown(outside)}, that of outside of rope_parameters (or its own, where "
+            "none stands there), and SGLang that of inside: both have to be there and to agree",
+        )
     if share is None:  # an answer here, unlike elsewhere
         raise UserError(
             f"{fields.path}: {SHARE} is null, which neither transformers nor SGLang takes. Write the share of each head that is "
@@ -173,9 +182,14 @@ def _divisors(part: Fields, key: str, number: int) -> tuple[float, ...]:
     return tuple(Fields({key: each}, part.path).number(key) for each in found)
 
 
+def _kind(part: Fields) -> Any:
+    """How an object that describes the scaling calls it."""
+    return part.get("rope_type", part.get("type", "default"))
+
+
 def _rope(fields: Fields, part: Fields, theta: float, *, partial: bool = False, longrope: int | None = None) -> Rope:
     """part: the object that describes the scaling; fields: the config around it. longrope: as in `read_rope`."""
-    kind = part.get("rope_type", part.get("type", "default"))
+    kind = _kind(part)
     kinds = KINDS if longrope is None else LONGROPE_KINDS
     if kind not in kinds:
         raise UserError(

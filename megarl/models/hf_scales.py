@@ -18,9 +18,14 @@ def read_scales(fields: Fields, family: Family, hidden: int) -> dict[str, Any]:
         return {"embedding_scale": hidden**0.5, "query_scale": fields.number("query_pre_attn_scalar", 256.0) ** -0.5}
     if family.multipliers:
         return {
-            "embedding_scale": fields.number("embedding_multiplier", 1.0),
-            "query_scale": fields.number("attention_multiplier", 1.0),
-            "residual_scale": fields.number("residual_multiplier", 1.0),
-            "logit_scale": 1.0 / fields.number("logits_scaling", 1.0),
+            "embedding_scale": _multiplier(fields, "embedding_multiplier"),
+            "query_scale": _multiplier(fields, "attention_multiplier"),
+            "residual_scale": _multiplier(fields, "residual_multiplier"),
+            "logit_scale": 1.0 / _multiplier(fields, "logits_scaling"),
         }
     return {}
+
+
+def _multiplier(fields: Fields, key: str) -> float:
+    """1 where no key says. null is no number: transformers takes the heads' width for attention's, or ends. Raises UserError."""
+    return fields.number(key, 1.0 if key not in fields.raw else None)

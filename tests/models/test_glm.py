@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from transformers import Glm4Config, Glm4MoeConfig, Glm4MoeLiteConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
 
 from megarl.core.errors import UserError
 from megarl.models.config import Mla, Moe, Rope
@@ -144,6 +145,22 @@ def test_the_rotated_share_of_a_head_is_the_one_that_transformers_takes(keys: di
     assert parse(raw, **keys).rotated == share * 128
 
 
+@pytest.mark.parametrize("outside", [{}, {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.25}])
+def test_shares_of_a_scaled_rope_have_to_agree(outside: dict[str, Any]) -> None:
+    """transformers writes its own share, or that of outside, over the one of the object, once it computes the frequencies."""
+    scaling = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.25}
+    raw = {key: value for key, value in GLM.items() if key not in ("partial_rotary_factor", "rope_scaling")}
+    theirs = Glm4MoeConfig(head_dim=128, rope_parameters=dict(scaling), **outside)
+    width = 2 * len(Glm4MoeRotaryEmbedding(theirs).inv_freq)
+    if width == 0.25 * 128:
+        assert parse(raw, rope_parameters=scaling, **outside).rotated == width
+    else:
+        with pytest.raises(
+            UserError, match=r"partial_rotary_factor is 0.25; where RoPE is scaled, transformers takes 0.5"
+        ):
+            parse(raw, rope_parameters=scaling, **outside)
+
+
 @pytest.mark.parametrize(
     ("raw", "changes", "said"),
     [
@@ -166,6 +183,7 @@ def test_the_rotated_share_of_a_head_is_the_one_that_transformers_takes(keys: di
         (GLM, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["'yarn'", "a part of each head"]),
         (FLASH, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
         (FLASH, {"rope_interleave": False}, ["rope_interleave=False"]),
+        (FLASH, {"rope_interleave": None}, ["rope_interleave=None"]),  # no to transformers
         (FLASH, {"attention_bias": True}, ["attention_bias=True"]),
         (FLASH, {"head_dim": 32}, ["head_dim is 32", "qk_rope_head_dim, which is 64"]),
         (

@@ -73,6 +73,8 @@ def test_granite_with_experts() -> None:
     [
         ({"residual_multiplier": 0}, r"residual_multiplier is 0; a number over 0 is wanted"),
         ({"logits_scaling": "16"}, r"logits_scaling"),
+        # Of a model with experts transformers would take the heads' width for it, and of others end.
+        ({"attention_multiplier": None}, r"attention_multiplier is None; a number over 0 is wanted"),
         ({"mlp_bias": True}, r"mlp_bias=True \(biases in the MLP\)"),
     ],
 )
