@@ -72,8 +72,9 @@ class Family:
     those that a pattern names: where no key says, those whose number is no multiple of window_period. window_switch: only
     where use_sliding_window says so. window_default: where no key says.
     theta: RoPE's base where no key says. tied: whether the head is the embedding where no key says; transformers leaves
-    out what equals its own default. pad: the padding token where no key says. only: see COMMON. score_architecture: of its
-    models with one score a sequence, where it is not the architecture with ForSequenceClassification for ForCausalLM.
+    out what equals its own default. pad, eos: the padding token, and those that end a response, where no key says. only: see
+    COMMON. score_architecture: of its models with one score a sequence, where it is not the architecture with
+    ForSequenceClassification for ForCausalLM.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Family:
     theta: float = 10000.0
     tied: bool = False
     pad: int | None = None
+    eos: tuple[int, ...] = ()
     only: Only = field(default_factory=lambda: COMMON)
     score_architecture: str | None = None
 
@@ -181,7 +183,9 @@ _QWEN3_5_ONLY: Only = MappingProxyType(
     }
 )
 
-OLMO2 = Family("olmo2", ("olmo2",), qk_norm=True, whole_qk_norm=True, pre_norms=False, post_norms=True, pad=1)
+OLMO2 = Family(
+    "olmo2", ("olmo2",), qk_norm=True, whole_qk_norm=True, pre_norms=False, post_norms=True, pad=1, eos=(50279,)
+)
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -226,8 +230,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             moe=QWEN2_MOE,
             only=_QWEN2_ONLY,
         ),
-        "LlamaForCausalLM": Family("llama", ("llama",)),
-        "MistralForCausalLM": Family("mistral", ("mistral",), window="all", window_default=4096),
+        "LlamaForCausalLM": Family("llama", ("llama",), eos=(2,)),
+        "MistralForCausalLM": Family("mistral", ("mistral",), window="all", window_default=4096, eos=(2,)),
         "Ministral3ForCausalLM": Family(
             "ministral3",
             ("ministral3",),
@@ -248,13 +252,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             head_dim=128,
             window="all",
             pad=11,
+            eos=(2,),
         ),
         "Phi3ForCausalLM": Family(
-            "phi3", ("phi3",), rotary_share=1.0, longrope=True, window="all", pad=32000, only=_PHI3_ONLY
+            "phi3",
+            ("phi3",),
+            rotary_share=1.0,
+            longrope=True,
+            window="all",
+            pad=32000,
+            eos=(32000,),
+            only=_PHI3_ONLY,
         ),
-        "MixtralForCausalLM": Family("mixtral", ("mixtral",), moe=MIXTRAL, window="all", theta=1e6),
+        "MixtralForCausalLM": Family("mixtral", ("mixtral",), moe=MIXTRAL, window="all", theta=1e6, eos=(2,)),
         "DeepseekV3ForCausalLM": Family(
-            "deepseek_v3", ("deepseek_v3", "kimi_k2"), moe=DEEPSEEK_V3, mla=True, only=_DEEPSEEK_ONLY
+            "deepseek_v3", ("deepseek_v3", "kimi_k2"), moe=DEEPSEEK_V3, mla=True, eos=(1,), only=_DEEPSEEK_ONLY
         ),
         "Glm4ForCausalLM": Family(
             "glm4",
@@ -265,6 +277,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             interleaved=True,
             post_norms=True,
             pad=151329,
+            eos=(151329, 151336, 151338),
             only=_GLM4_ONLY,
         ),
         "Glm4MoeForCausalLM": Family(
@@ -277,7 +290,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             only=_GLM4_ONLY,
         ),
         "Glm4MoeLiteForCausalLM": Family(
-            "glm4_moe_lite", ("glm4_moe_lite",), moe=GLM4_MOE_LITE, mla=True, only=_DEEPSEEK_ONLY
+            "glm4_moe_lite", ("glm4_moe_lite",), moe=GLM4_MOE_LITE, mla=True, eos=(1,), only=_DEEPSEEK_ONLY
         ),
         "GptOssForCausalLM": Family(
             "gpt_oss",
@@ -303,8 +316,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             theta=150000.0,
             only=_GPT_OSS_ONLY,
         ),
-        "GraniteForCausalLM": Family("granite", ("granite",), multipliers=True),
-        "GraniteMoeForCausalLM": Family("granitemoe", ("granitemoe",), multipliers=True, moe=MIXTRAL),
+        "GraniteForCausalLM": Family("granite", ("granite",), multipliers=True, eos=(2,)),
+        "GraniteMoeForCausalLM": Family("granitemoe", ("granitemoe",), multipliers=True, moe=MIXTRAL, eos=(2,)),
         "Olmo2ForCausalLM": OLMO2,
         "Olmo3ForCausalLM": replace(
             OLMO2,
@@ -326,10 +339,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window="pattern",
             window_period=4,
             window_default=4096,
+            eos=(2,),
         ),
-        "SmolLM3ForCausalLM": Family("smollm3", ("smollm3",), unrotated="named", theta=2e6, tied=True, pad=128004),
+        "SmolLM3ForCausalLM": Family(
+            "smollm3", ("smollm3",), unrotated="named", theta=2e6, tied=True, pad=128004, eos=(128001,)
+        ),
         "OlmoeForCausalLM": Family(
-            "olmoe", ("olmoe",), qk_norm=True, whole_qk_norm=True, moe=OLMOE, pad=1, only=_OLMOE_ONLY
+            "olmoe", ("olmoe",), qk_norm=True, whole_qk_norm=True, moe=OLMOE, pad=1, eos=(50279,), only=_OLMOE_ONLY
         ),
         "Gemma3ForCausalLM": Family(
             "gemma3",
@@ -342,6 +358,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             theta=1e6,
             tied=True,
             pad=0,
+            eos=(1,),
             only=_GEMMA3_ONLY,
             score_architecture="Gemma3TextForSequenceClassification",
         ),

@@ -38,7 +38,7 @@ _REQUIRED = (
 MOST_LAYERS, MOST_EXPERTS = 2000, 4096
 _MLA_REQUIRED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
-GENERATION = "generation_config.json"
+GENERATION, EOS = "generation_config.json", "eos_token_id"
 _SCORED = {score_architecture(name): name for name in FAMILIES}
 
 
@@ -91,7 +91,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         tied_embeddings=fields.flag("tie_word_embeddings", family.tied),
         qkv_bias=_said(fields, family.qkv_bias, unsaid=family.qkv_bias_unsaid),
         qk_norm=_said(fields, family.qk_norm),
-        eos_token_ids=fields.counts("eos_token_id", lone=True),
+        eos_token_ids=fields.counts(EOS, lone=True) if EOS in fields.raw else family.eos,
         moe=moe,
         moe_layers=moe_layers,
         mla=mla,

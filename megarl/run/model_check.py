@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TypeVar
 
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.core.platform import Platform
-from megarl.data.chat import Tokenizer, behind_turn, load_tokenizer, turn_end
+from megarl.data.chat import Tokenizer, behind_turn, load_tokenizer, special_ids, turn_end
 from megarl.models.config import ModelConfig
-from megarl.models.hf_config import load_model_config
+from megarl.models.hf_config import EOS, GENERATION, load_model_config
 from megarl.models.lora_settings import LoraSettings, adaptable
 from megarl.recipe.load import Loaded
 from megarl.recipe.roles import ALL_LINEARS
@@ -114,8 +115,26 @@ def template_notes(recipe: AnyRecipe, model: ModelConfig) -> tuple[str, ...]:
         f"the chat template of {folder} writes the day into its texts, that of each start of the run: on another day a run that "
         "goes on has other tokens there. Where the template takes a date, data.chat_template_kwargs may give it one"
     )
-    ends = () if isinstance(recipe, RmRecipe) else _end_notes(recipe, model, tokenizer)
+    ends = (
+        ()
+        if isinstance(recipe, RmRecipe)
+        else (*_end_notes(recipe, model, tokenizer), *_unsaid_ends(folder, model, tokenizer))
+    )
     return (*ends, *([day] if _writes_day(tokenizer) else []))
+
+
+def _unsaid_ends(folder: Path, model: ModelConfig, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """A line where no key says what ends a response, and what transformers and SGLang take in its place is a token of texts."""
+    if EOS in read_object(folder / "config.json", "Export the model again."):
+        return ()
+    plain = [end for end in model.eos_token_ids if end < len(tokenizer) and end not in special_ids(tokenizer)]
+    if not plain:
+        return ()
+    tokens = ", ".join(f"{end} ({tokenizer.convert_ids_to_tokens(end)!r})" for end in plain)
+    return (
+        f"config.json of {folder} has no {EOS}, and transformers and SGLang end responses at their own in its place: {tokens}, "
+        f"which is no special token. Write {EOS} there: the token that ends a turn, or null for that of the tokenizer",
+    )
 
 
 def _end_notes(recipe: AnyRecipe, model: ModelConfig, tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -125,9 +144,9 @@ def _end_notes(recipe: AnyRecipe, model: ModelConfig, tokenizer: Tokenizer) -> t
     """
     folder = recipe.model.path
     stop, key = (recipe.rollout.stop, ", or to rollout.stop") if isinstance(recipe, Recipe) else ((), "")
-    generation, more = folder / "generation_config.json", None
+    generation, more = folder / GENERATION, None
     if generation.is_file():
-        more = read_object(generation, "Save it again.").get("eos_token_id")
+        more = read_object(generation, "Save it again.").get(EOS)
     ends = [*model.eos_token_ids, *(more if isinstance(more, list) else [more]), tokenizer.eos_token_id]
     end = turn_end(tokenizer)
     token = "" if end is None else str(tokenizer.convert_ids_to_tokens(end))

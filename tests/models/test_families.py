@@ -110,6 +110,17 @@ def test_every_family_has_a_model_that_tests_it() -> None:
     assert {family.name for family in FAMILIES.values()} == set(CONFIGS)
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_responses_end_as_in_transformers_where_no_key_says(family: str) -> None:
+    config = tiny_config(family)
+    raw = config.to_dict() | {"architectures": [ARCHITECTURES[family]]}
+    theirs = type(config)().eos_token_id
+    expected = theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
+    assert list(parse(raw, eos_token_id="absent").eos_token_ids) == expected
+    assert parse(raw, eos_token_id=[3, 4]).eos_token_ids == (3, 4)
+    assert parse(raw, eos_token_id=None).eos_token_ids == ()
+
+
 def test_the_model_types_are_those_by_which_transformers_chooses() -> None:
     for architecture, family in FAMILIES.items():
         theirs = {kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt
+from megarl.models.hf_config import load_model_config
 from megarl.recipe.load import load_recipe
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 from megarl.run.evaluate import beside
 from megarl.run.exported import note_export
+from megarl.run.model_check import template_notes
 from megarl.run.preflight import (
     Preflight,
     check_run_folder,
@@ -161,6 +164,19 @@ def test_a_turn_whose_end_ends_no_response_is_told_of(place: Place) -> None:
     assert run(place).notes == ()
     template.unlink()
     assert run(place).notes == ()
+
+
+def test_a_token_of_texts_that_ends_responses_unsaid_is_told_of(place: Place) -> None:
+    """Of Llama's models, and others, transformers and SGLang take 2 where no key says; here of this family 7, a digit."""
+    recipe = load_recipe(place.recipe).recipe
+    model = replace(load_model_config(place.model), eos_token_ids=(7, 2, 10**6))
+    assert template_notes(recipe, model) == ()
+    config = json.loads((place.model / "config.json").read_text())
+    del config["eos_token_id"]
+    (place.model / "config.json").write_text(json.dumps(config))
+    [note] = template_notes(recipe, model)
+    assert "has no eos_token_id" in note and "in its place: 7 ('0'), which is no special token" in note
+    assert template_notes(recipe, replace(model, eos_token_ids=(2,))) == ()
 
 
 def test_evaluation_needs_held_out_rows_and_no_training_data(place: Place) -> None:
