@@ -7,6 +7,7 @@ the exported folder is changed: in training, the row of `pad_token_id` would sto
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megarl.data.chat import Tokenizer, load_tokenizer, special_ids
 
 log = get_logger(__name__)
 
+GENERATION = "generation_config.json"
 # special_tokens_map.json is written by older versions of transformers, and has the last word in all.
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 
@@ -32,7 +34,10 @@ def name_padding(folder: Path, named: Path) -> None:
     except UserError as error:
         log.warning("%s: which token pads was not looked at. %s", named, error)
         return
-    found = padding_id(tokenizer, config)
+    generation = folder / GENERATION
+    found = padding_id(
+        tokenizer, config, read_object(generation, "Export the model again.") if generation.is_file() else {}
+    )
     if found is None:
         log.warning(
             "%s: the tokenizer has no special token that no text ends with. Give transformers one text at a time, "
@@ -48,14 +53,15 @@ def name_padding(folder: Path, named: Path) -> None:
                 _write(path, read_object(path, "Export the model again.") | {"pad_token": token})
 
 
-def padding_id(tokenizer: Tokenizer, config: dict[str, Any]) -> int | None:
+def padding_id(tokenizer: Tokenizer, config: dict[str, Any], generation: dict[str, Any]) -> int | None:
     """The tokenizer's own padding where no text ends with it, else another special token; None where there is none.
 
-    Texts end with an end token, or with what the chat template has. Names with "pad" come first, the first token of texts last.
+    Texts end with an end token, that of a response among them (generation: generation_config.json), or with what the chat
+    template has. Names with "pad" come first, the first token of texts last.
     """
     template = str(tokenizer.chat_template or "")
-    ends = config.get("eos_token_id")
-    taken = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    ends = (each.get("eos_token_id") for each in (config, generation))
+    taken = {tokenizer.eos_token_id, *chain.from_iterable(each if isinstance(each, list) else [each] for each in ends)}
     texts = {number: str(tokenizer.convert_ids_to_tokens(number)) for number in sorted(special_ids(tokenizer))}
     free = [
         number

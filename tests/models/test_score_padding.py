@@ -14,9 +14,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_save import save_hf
-from megarl.models.score_padding import padding_id
+from megarl.models.score_padding import name_padding, padding_id
 from tests.data.conftest import CHAT_TEMPLATE, make_tokenizer
-from tests.support.tiny import write_tiny_model
+from tests.support.tiny import tiny_config, write_tiny_model, write_tokenizer
 
 TEXTS = ["1+1=2<|im_end|>", "12+34=46<|im_end|>"]
 
@@ -60,6 +60,21 @@ def test_a_padded_batch_scores_the_last_tokens(
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(("ends", "found"), [(2, 0), ([2, 0], 3), (None, 0)])
+def test_a_token_that_ends_responses_does_not_pad(ends: Any, found: int, tmp_path: Path) -> None:
+    """As <|endoftext|> of Qwen's models, which pads, and in generation_config.json ends responses beside <|im_end|>."""
+    write_tokenizer(tmp_path)
+    config = tiny_config("qwen3").to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    name_padding(tmp_path, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        **json.loads(json.dumps(config)),
+        "pad_token_id": found,
+    }
+    assert AutoTokenizer.from_pretrained(tmp_path).pad_token_id == found
+
+
 def test_the_source_keeps_its_padding(tmp_path: Path) -> None:
     exported(tmp_path, 2, "<|im_end|>")
     assert json.loads((tmp_path / "source" / "config.json").read_text())["pad_token_id"] == 2
@@ -84,5 +99,5 @@ def test_a_tokenizer_without_another_special_token_is_told_of(tmp_path: Path, ca
 def test_what_texts_end_with_does_not_pad(config: dict[str, Any], chat: bool, found: str | None) -> None:
     tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE if chat else None)
     tokenizer.bos_token = "<s>"
-    number = padding_id(tokenizer, {"vocab_size": 300, "eos_token_id": 258, **config})
+    number = padding_id(tokenizer, {"vocab_size": 300, "eos_token_id": 258, **config}, {})
     assert (None if number is None else tokenizer.convert_ids_to_tokens(number)) == found
