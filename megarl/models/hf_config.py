@@ -126,7 +126,8 @@ def _with_head(config: ModelConfig, fields: Fields, architecture: str) -> ModelC
     """The same, with one score where the architecture, as the config names it, has that. Raises UserError."""
     if not architecture.endswith(SCORE_MODEL):
         return config
-    labels = len(fields.part("id2label").raw) or fields.count("num_labels", 2)  # transformers' own default
+    # A count goes before names, and 2 is transformers' own default.
+    labels = fields.count("num_labels", len(fields.part("id2label").raw) or 2)
     if labels != 1:
         raise UserError(
             f"{fields.path}: {architecture} must have one label, the score (num_labels=1); it has {labels}."

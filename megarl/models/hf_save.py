@@ -31,6 +31,7 @@ from megarl.models.score_padding import name_padding
 
 CONFIG = "config.json"
 DEFAULT_SHARD_BYTES = 5 * 2**30
+LABELS = ("num_labels", "problem_type")  # what would say otherwise than the one label of a score, or refuse it
 PIECE_BYTES = 8 * 2**20
 # What a disk that is full, a quota and a limit on file sizes answer.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -102,6 +103,8 @@ def write_config(source: Path, target: Path, dtype: str, config: ModelConfig) ->
     if config.head == "score":
         names = [score_architecture(config.architecture)]
         raw |= {"architectures": names, "id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}}
+        for key in LABELS:
+            raw.pop(key, None)
     target.write_text(json.dumps(raw, indent=2) + "\n")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3Config
 
 from megarl.core.errors import UserError
 from megarl.models.config import ModelConfig, Rope
@@ -83,12 +84,24 @@ def test_one_architecture_may_be_a_string() -> None:
     assert parse(architectures="Qwen3ForSequenceClassification", id2label={"0": "SCORE"}).head == "score"
 
 
-def test_labels_are_counted_where_no_key_names_them() -> None:
-    """As transformers does; names go before a count."""
-    score = {"architectures": ["Qwen3ForSequenceClassification"]}
-    assert parse(**score, num_labels=1).head == parse(**score, num_labels=3, id2label={"0": "SCORE"}).head == "score"
-    for labels in ({}, {"num_labels": 3}, {"num_labels": 1, "id2label": {"0": "a", "1": "b"}}):
-        with pytest.raises(UserError, match="must have one label, the score"):
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {},
+        {"num_labels": 1},
+        {"num_labels": 3},
+        {"id2label": {"0": "SCORE"}},
+        {"id2label": {"0": "a", "1": "b"}},
+        {"num_labels": 3, "id2label": {"0": "SCORE"}},
+        {"num_labels": 1, "id2label": {"0": "a", "1": "b"}},
+    ],
+)
+def test_labels_are_as_many_as_transformers_takes(labels: dict[str, Any]) -> None:
+    found, score = Qwen3Config.from_dict(dict(labels)).num_labels, {"architectures": ["Qwen3ForSequenceClassification"]}
+    if found == 1:
+        assert parse(**score, **labels).head == "score"
+    else:
+        with pytest.raises(UserError, match=rf"must have one label, the score \(num_labels=1\); it has {found}"):
             parse(**score, **labels)
 
 

@@ -17,15 +17,15 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.core.errors import MegarlError, UserError
-from megarl.models.hf_config import load_model_config
+from megarl.models.hf_config import load_model_config, parse_model_config
 from megarl.models.hf_files import check_weights
-from megarl.models.hf_save import save_hf
+from megarl.models.hf_save import save_hf, write_config
 from megarl.models.hf_weights import Bucket
 from megarl.models.rules import expected_tensors
-from tests.support.tiny import write_tiny_model
+from tests.support.tiny import tiny_config, write_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +133,14 @@ def test_a_reward_model_of_gemma_has_the_name_that_transformers_gives_it(tmp_pat
     assert all(torch.equal(found.state_dict()[key], tensor) for key, tensor in model.state_dict().items())
 
 
+def test_an_exported_score_is_one_label_whatever_the_source_counts(tmp_path: Path) -> None:
+    raw = tiny_config("qwen3").to_dict() | {"architectures": ["Qwen3ForCausalLM"]}
+    source, target = tmp_path / "source.json", tmp_path / "config.json"
+    source.write_text(json.dumps(raw | {"num_labels": 3, "problem_type": "single_label_classification"}))
+    write_config(source, target, "float32", parse_model_config(raw, source).with_score_head())
+    assert AutoConfig.from_pretrained(target).num_labels == 1
+
+
 def test_an_export_replaces_the_one_before_and_leaves_nothing_beside_it(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
@@ -181,8 +189,8 @@ import resource, sys
 from pathlib import Path
 from safetensors.torch import load_file
 from megarl.core.errors import UserError
-from megarl.models.hf_config import load_model_config
-from megarl.models.hf_save import save_hf
+from megarl.models.hf_config import load_model_config, parse_model_config
+from megarl.models.hf_save import save_hf, write_config
 source, target = Path(sys.argv[1]), Path(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 try:
