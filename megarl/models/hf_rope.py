@@ -53,7 +53,7 @@ def read_rope(
     where no key says. Raises UserError.
     """
     part = _described(fields, unsaid)
-    rope = _rope(fields, part, fields.get("rope_theta", default_theta), partial=partial, longrope=longrope)
+    rope = _rope(fields, part, fields.raw.get("rope_theta", default_theta), partial=partial, longrope=longrope)
     if partial and rope.kind == "yarn":  # whose factor would be that of the rotated part alone
         raise UserError(
             f"{fields.path}: RoPE scaling of type 'yarn' is not supported where RoPE turns a part of each head."
@@ -128,7 +128,7 @@ def read_layered_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope]
     else:
         everywhere, local = fields.part("rope_scaling"), Fields({}, fields.path)
     ropes = (
-        _rope(fields, everywhere, fields.get("rope_theta", default_theta)),
+        _rope(fields, everywhere, fields.raw.get("rope_theta", default_theta)),
         _rope(fields, local, fields.get("rope_local_base_freq", LOCAL_THETA)),
     )
     for rope in ropes:
@@ -183,8 +183,8 @@ def _divisors(part: Fields, key: str, number: int) -> tuple[float, ...]:
 
 
 def _kind(part: Fields) -> Any:
-    """How an object that describes the scaling calls it."""
-    return part.get("rope_type", part.get("type", "default"))
+    """How an object that describes the scaling calls it. null is a name to transformers, which knows none of it."""
+    return part.raw.get("rope_type", part.raw.get("type", "default"))
 
 
 def _rope(fields: Fields, part: Fields, theta: float, *, partial: bool = False, longrope: int | None = None) -> Rope:
@@ -200,7 +200,7 @@ def _rope(fields: Fields, part: Fields, theta: float, *, partial: bool = False, 
             f"{part.path}: {SHARE}={shown(share)} (RoPE over a part of each head) is not supported. "
             "Use a model without it."
         )
-    base = part.number("rope_theta", theta)
+    base = Fields({"rope_theta": theta, **part.raw}, part.path).number("rope_theta")  # null is no base to transformers
     if base <= 1:
         part.refuse("rope_theta", base, "a number over 1 is wanted")
     if kind == "default":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,23 @@ def test_the_older_key_is_heard_where_somebody_put_it_beside_the_newer() -> None
 
 
 def test_the_base_is_the_familys_where_no_key_says() -> None:
-    assert read() == read(rope_parameters={"rope_theta": None}) == Rope(500.0)
+    assert read() == read(rope_parameters={"rope_type": "default"}) == read(rope_parameters=None) == Rope(500.0)
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        ({"rope_theta": None}, "rope_theta is None; a number over 0 is wanted"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_theta is None; a number over 0 is wanted"),
+        ({"rope_scaling": {"type": None, "factor": 4.0}}, "RoPE scaling of type None is not supported"),
+        ({"rope_parameters": {"rope_type": None, "type": "linear", "factor": 4.0}}, "RoPE scaling of type None is not"),
+    ],
+)
+def test_null_is_neither_base_nor_kind(raw: dict[str, Any], says: str) -> None:
+    """transformers computes nothing with either; what is in the object goes before what is beside it."""
+    with pytest.raises(UserError, match=re.escape(says)):
+        read(**raw)
+    assert read(rope_theta=None, rope_parameters={"rope_theta": 100.0}) == Rope(100.0)
 
 
 def test_the_first_context_beside_the_scaling_goes_before_the_one_in_it() -> None:
