@@ -61,7 +61,7 @@ def padding_id(tokenizer: Tokenizer, config: dict[str, Any], generation: dict[st
     """
     template = str(tokenizer.chat_template or "")
     ends = (each.get("eos_token_id") for each in (config, generation))
-    taken = {tokenizer.eos_token_id, *chain.from_iterable(each if isinstance(each, list) else [each] for each in ends)}
+    taken = [tokenizer.eos_token_id, *chain.from_iterable(each if isinstance(each, list) else [each] for each in ends)]
     texts = {number: str(tokenizer.convert_ids_to_tokens(number)) for number in sorted(special_ids(tokenizer))}
     free = [
         number

@@ -118,7 +118,7 @@ def test_responses_end_as_in_transformers_where_no_key_says(family: str) -> None
     expected = theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
     assert list(parse(raw, eos_token_id="absent").eos_token_ids) == expected
     assert parse(raw, eos_token_id=[3, 4]).eos_token_ids == (3, 4)
-    assert parse(raw, eos_token_id=None).eos_token_ids == ()
+    assert parse(raw, eos_token_id=None).eos_token_ids == ()  # of GLM-4 transformers takes its own
 
 
 def test_the_model_types_are_those_by_which_transformers_chooses() -> None:
