@@ -199,7 +199,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             only=_QWEN2_ONLY,
         ),
         "Qwen3ForCausalLM": Family(
-            "qwen3", ("qwen3",), qk_norm=True, window="upper", window_switch=True, window_default=4096
+            "qwen3", ("qwen3",), qk_norm=True, head_dim=128, window="upper", window_switch=True, window_default=4096
         ),
         "Qwen3_5ForCausalLM": Family(
             "qwen3_5",
@@ -274,6 +274,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qkv_bias="attention_bias",
             qkv_bias_unsaid=True,
             rotary_share=0.5,
+            head_dim=128,
             interleaved=True,
             post_norms=True,
             pad=151329,
@@ -351,6 +352,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "gemma3",
             ("gemma3_text",),
             qk_norm=True,
+            head_dim=256,
             gemma=True,
             activation="gelu_tanh",
             window="pattern",

@@ -110,6 +110,15 @@ def test_every_family_has_a_model_that_tests_it() -> None:
     assert {family.name for family in FAMILIES.values()} == set(CONFIGS)
 
 
+@pytest.mark.parametrize("family", sorted(set(CONFIGS) - {"deepseek_v3", "glm4_moe_lite"}))
+def test_heads_are_as_wide_as_in_transformers_where_no_key_says(family: str) -> None:
+    """Those of latent attention have keys of their own."""
+    config = tiny_config(family)
+    raw = {key: value for key, value in config.to_dict().items() if key != "head_dim"}
+    theirs = getattr(type(config).from_dict(dict(raw)), "head_dim", None)
+    assert parse(raw | {"architectures": [ARCHITECTURES[family]]}).head_dim == (theirs or 64 // 4)
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_responses_end_as_in_transformers_where_no_key_says(family: str) -> None:
     config = tiny_config(family)
