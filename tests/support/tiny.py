@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     }
     if family in ("qwen2", "qwen2_moe", "deepseek_v3", "glm4_moe_lite"):
         settings.pop("head_dim")
-    return getattr(transformers, CONFIGS[family])(**settings)
+    return getattr(transformers, CONFIGS[family])(**deepcopy(settings))  # transformers writes into what it is given
 
 
 def write_tiny_model(
