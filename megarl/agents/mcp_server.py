@@ -29,6 +29,7 @@ log = get_logger(__name__)
 KEY = "agent.mcp"
 CONNECT_S = 30.0
 LOOK_S = 10.0  # until a server that left a call unanswered has to say which tools it has
+NO_MORE = ("Connection closed", "Session terminated")  # what the client says of a connection that is no more
 CLOSE_S = 10.0  # one that is told to end is killed by the client within a few seconds
 
 
@@ -63,7 +64,7 @@ class McpServer:
         except Exception as error:
             if _gone(error):
                 self._left(ready, f"is gone ({error})")
-            elif _wrong(error):
+            elif _unclear(error):
                 self._look_later(ready, client)
             raise
         text = _text(result)
@@ -92,7 +93,7 @@ class McpServer:
         except TimeoutError:
             self._left(ready, f"has not answered for {self._look_s:g} s")
         except Exception as error:
-            if _gone(error) or _wrong(error):
+            if _gone(error) or _unclear(error):
                 self._left(ready, f"is gone ({error})")
 
     def _left(self, ready: asyncio.Future[Client], why: str) -> None:
@@ -218,18 +219,23 @@ def _target(where: str) -> Any:
 def _gone(error: Exception) -> bool:
     """Whether there is no connection any more; other errors are the server's answers, or of what it answered."""
     from mcp import MCPError
+
+    if isinstance(error, MCPError):
+        return any(said in str(error) for said in NO_MORE)
+    return not _unclear(error)
+
+
+def _unclear(error: Exception) -> bool:
+    """Whether it says nothing of the server, which may go on: calls of others are there.
+
+    So where the client refused an answer, such as one that is not of the tool's own schema; a client that is closed raises the
+    same. And the code of a connection that is no more is JSON-RPC's own for whatever a server has no other code for.
+    """
+    from mcp import MCPError
     from mcp_types import CONNECTION_CLOSED
 
     if isinstance(error, MCPError):
-        return error.code == CONNECTION_CLOSED or "Session terminated" in str(error)
-    return not _wrong(error)
-
-
-def _wrong(error: Exception) -> bool:
-    """Whether the client refused an answer, such as one that is not of the tool's own schema.
-
-    Calls of others are at the same server, and it may go on. A client that is closed raises the same.
-    """
+        return bool(error.code == CONNECTION_CLOSED)
     return isinstance(error, RuntimeError | ValueError)
 
 

@@ -113,11 +113,7 @@ def clean(run_id: str, registry: Path, *, folders: Iterable[Path] = (), but: Ite
 
     but: pids to spare (the driver itself). Takes at most a few seconds: SIGKILL cannot be refused.
     """
-    names = set(registry.read_text().split()) if registry.exists() else set()
-    listed = registry.with_name(FOLDERS)
-    more = [Path(line) for line in listed.read_text().splitlines()] if listed.exists() else []
-    before = registry.with_name(BEFORE)
-    others = set(before.read_text(errors="surrogateescape").split("\n")) if before.exists() else set()
+    names = _lines(registry)
     killed: set[int] = set()
     deadline = time.monotonic() + 8
     while pids := processes_of(run_id, but=but):
@@ -127,15 +123,28 @@ def clean(run_id: str, registry: Path, *, folders: Iterable[Path] = (), but: Ite
         killed.update(pids)
         if time.monotonic() > deadline:
             break
+    return Cleaned(tuple(sorted(killed)), remove(registry, folders, names))
+
+
+def remove(registry: Path, folders: Iterable[Path], names: Iterable[str] = ()) -> tuple[str, ...]:
+    """Remove these folders, and what the registry has, of a run without processes; the names of shared memory that was there.
+
+    names: of more shared memory than the registry has.
+    """
+    more, others = [Path(line) for line in _lines(registry.with_name(FOLDERS))], _lines(registry.with_name(BEFORE))
     removed, there = [], _there()
-    for name in sorted(name for name in names if there.get(name) not in others):
+    for name in sorted(name for name in {*names, *_lines(registry)} if there.get(name) not in others):
         segment = SHARED_MEMORY / name
         if segment.is_file() and segment.resolve().is_relative_to(SHARED_MEMORY):
             segment.unlink(missing_ok=True)
             removed.append(name)
     for folder in (*folders, *more):
         shutil.rmtree(folder, ignore_errors=True)
-    return Cleaned(tuple(sorted(killed)), tuple(removed))
+    return tuple(removed)
+
+
+def _lines(file: Path) -> set[str]:
+    return set(file.read_text(errors="surrogateescape").split("\n")) - {""} if file.exists() else set()
 
 
 def start(

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.core import janitor
+from megarl.core.process_state import started_at
 
 TMPDIR = "TMPDIR"
 REGISTRY = "shared_memory.txt"
 PREFIX, BOOT = "megarl-", ".boot"
+PIDS = "/proc/self/ns/pid"  # numbers of processes are another container's where this is another
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # another each time that the machine starts
 
 
@@ -35,22 +37,41 @@ def make_folder(parent: Path, name: str | None = None) -> Path:
 
 
 def mark(folder: Path) -> None:
-    """Note since which start of which machine a folder is there."""
-    (folder / BOOT).write_text(_boot())
+    """Note since which start of which machine a folder is there, and whose it is: this process's."""
+    (folder / BOOT).write_text(f"{_boot()}\n{_process(os.getpid())}")
 
 
 def sweep(parent: Path, prefix: str) -> None:
-    """Remove marked folders that begin so, of this machine before it was last started: no janitor outlives a loss of power."""
+    """Remove marked folders that begin so and are in use no more, with the shared memory that they have a registry of.
+
+    Of this machine before it was last started, because no janitor outlives a loss of power; and of this user's processes that
+    have ended: whoever ends all of a job at once, as schedulers do, ends the janitor as well.
+    """
     now = _boot()
     for path in parent.glob(f"{prefix}*/{BOOT}"):
         with suppress(OSError):  # another user's
-            before = path.read_text()
-            if before != now and before.partition(" ")[0] == now.partition(" ")[0]:
+            before, _, whose = path.read_text().partition("\n")
+            if before.partition(" ")[0] != now.partition(" ")[0]:
+                continue
+            if before != now:
                 shutil.rmtree(path.parent, ignore_errors=True)
+            elif path.stat().st_uid == os.getuid() and _has_ended(whose):
+                janitor.remove(path.with_name(REGISTRY), [path.parent])
 
 
 def _boot() -> str:
     return f"{socket.gethostname()} {BOOT_ID.read_text().strip()}"
+
+
+def _process(pid: int) -> str:
+    """Names a process, among those that this one sees."""
+    return f"{os.readlink(PIDS)} {pid} {started_at(pid)}"
+
+
+def _has_ended(whose: str) -> bool:
+    """Whether it is known that this process is there no more: a container does not see those outside of it."""
+    seen, _, process = whose.partition(" ")
+    return seen == os.readlink(PIDS) and _process(int(process.partition(" ")[0])) != whose
 
 
 def temporary(folder: Path) -> Path:

@@ -156,13 +156,15 @@ def _moe(config: ModelConfig, fused: bool, aux_loss_coef: float) -> dict[str, An
 
 def _parallel(layout: Layout) -> dict[str, Any]:
     interleaved = layout.vpp > 1
+    # Two ranks have none between the first and the last, by which Megatron would divide: the last has what the first leaves.
+    both_given = layout.pp == 2 and layout.first_stage_layers is not None
     return {
         "tensor_model_parallel_size": layout.tp,
         "sequence_parallel": layout.sequence_parallel,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
         "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        "num_layers_in_last_pipeline_stage": None if both_given else layout.last_stage_layers,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,

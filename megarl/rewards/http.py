@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import aiohttp  # where a call is made: loading it takes a moment, and most rewards call nobody
 
 ANSWER_SHOWN = 300  # characters of an answer that a failure shows
+MOST_BYTES = 2**26  # of an answer: a stream that never ends would fill the memory until the deadline
 LONGEST_PAUSE_S = 30.0
 TOO_MANY = 429
 
@@ -56,7 +57,7 @@ class JsonClient:
     async def post(self, body: object) -> Any:
         """What the server answers. Values that JSON does not know (dates, bytes, numbers that are not finite) travel as text.
 
-        Raises CallError: no answer in time, no connection, a status other than 200, or an answer that is not JSON.
+        Raises CallError: no answer in time, no connection, a status other than 200, or an answer that is not JSON or too long.
         """
         try:
             data = _encoded(body)
@@ -92,7 +93,8 @@ class JsonClient:
         try:
             # A redirect could take the key elsewhere: it is an answer like any other that is not 200.
             async with self._open().post(self.url, data=data, allow_redirects=False) as answer:
-                status, text = answer.status, self._clean(await answer.text(errors="replace"))
+                # JSON is UTF-8, whatever the header says: some of the character sets that it may name are no text's.
+                status, text = answer.status, self._clean((await self._body(answer)).decode(errors="replace"))
                 pause_s = _seconds(answer.headers.get("Retry-After"))
         except (aiohttp.ClientError, OSError) as error:
             reason = self._clean(f"{type(error).__name__}: {error}")
@@ -105,6 +107,15 @@ class JsonClient:
             return json.loads(text)
         except (ValueError, RecursionError):
             raise CallError(f"error: {self.url} answered what is not JSON: {text[:ANSWER_SHOWN]!r}") from None
+
+    async def _body(self, answer: aiohttp.ClientResponse) -> bytes:
+        parts, size = [], 0
+        async for part in answer.content.iter_any():
+            parts.append(part)
+            size += len(part)
+            if size > MOST_BYTES:
+                raise CallError(f"error: {self.url} answered more than {MOST_BYTES // 2**20} MiB")
+        return b"".join(parts)
 
     def _said(self, status: int, text: str) -> str:
         return f"error: {self.url} answered {status}: {text[:ANSWER_SHOWN]}"

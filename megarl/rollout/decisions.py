@@ -25,22 +25,21 @@ import orjson
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.rollout.journal import BUSY_S, JournalError, forget, forget_groups, forget_others
+from megarl.rollout.journal import (
+    BUSY_S,
+    OF_THE_SYSTEM,
+    JournalError,
+    code_of,
+    forget,
+    forget_groups,
+    forget_others,
+)
 from megarl.rollout.ledger import Key
 
 log = get_logger(__name__)
 
 FILE = "decisions.sqlite"
 TABLE = "create table if not exists decisions (number integer primary key, kind text, step integer, groups text, crc integer)"
-# Primary codes of SQLite's errors that say nothing of what is in a file.
-OF_THE_SYSTEM = (
-    sqlite3.SQLITE_PERM,
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_READONLY,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_CANTOPEN,
-)
 FORGOTTEN = "user_version"  # a number in the file's header that SQLite leaves to whoever writes it
 INSERT = "insert or replace into decisions values (?, ?, ?, ?, ?)"
 
@@ -209,8 +208,8 @@ class Decisions:
                 file.executemany(INSERT, [_row(each) for each in made])
         except (sqlite3.Error, OSError) as error:
             raise JournalError(
-                f"The journal in {self._folder} cannot be written: {error}. Nothing that it has is lost. Make room, or set "
-                "train.journal to false, and go on with --resume."
+                f"The journal in {self._folder} cannot be written: {error}. Nothing that it has is lost. Make room, end what "
+                f"else has {FILE} open, or set train.journal to false, and go on with --resume."
             ) from error
         self.spent_s += time.perf_counter() - began
 
@@ -226,7 +225,7 @@ class Decisions:
         if self._file is None:
             assert self._folder is not None
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = sqlite3.connect(self._folder / FILE, check_same_thread=False)
+            self._file = sqlite3.connect(self._folder / FILE, timeout=BUSY_S, check_same_thread=False)
             self._file.execute("pragma journal_mode = truncate")
             self._file.execute(TABLE)
         return self._file
@@ -320,7 +319,7 @@ def forget_decisions(folder: Path, after: int) -> None:
 
 def _refuse(folder: Path, error: sqlite3.Error | ValueError) -> None:
     """Raise JournalError where nothing is damaged: the disk is full, somebody else holds the file, it may not be written."""
-    if getattr(error, "sqlite_errorcode", 0) & 0xFF in OF_THE_SYSTEM:
+    if code_of(error) in OF_THE_SYSTEM:
         raise JournalError(
             f"The journal in {folder} cannot be gone on with: {error}. Nothing that it has is lost. Make room, end what else has "
             f"{FILE} open, or mend its permissions, and go on with --resume; --discard-journal goes on without it."

@@ -31,7 +31,16 @@ from megarl.rollout.tasks import GroupTask
 log = get_logger(__name__)
 
 JOURNAL = "journal"  # in the run's folder
-BUSY_S = 10.0  # that a reader waits for whoever writes the same file
+BUSY_S = 10.0  # that whoever reads or writes a file waits for others who do
+# Primary codes of SQLite's errors that say nothing of what is in a file.
+OF_THE_SYSTEM = (
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+)
 OPEN_FILES = 4  # that one process writes at a time: steps under way
 FILES, OF_STEP = "step_*-*.sqlite", re.compile(r"step_(\d+)-")  # names of files, and the step in them
 GREEDY = -1  # the position of a greedy answer; others count from 0
@@ -146,12 +155,26 @@ class Journal:
         began = time.perf_counter()
         for step in dict.fromkeys(each.step for each in batch):
             rows = [row for each in batch if each.step == step for row in each.rows]
-            with self._file(step) as file:  # one transaction; a new file's table and index are made in it
-                file.execute("begin")
-                file.execute(TABLE)
-                file.execute(INDEX)
-                file.executemany(INSERT, rows)
+            try:
+                self._insert(step, rows)
+            except sqlite3.OperationalError as error:
+                if code_of(error) != sqlite3.SQLITE_BUSY:
+                    raise
+                # Somebody reads the file, and does not come to an end: a run does not wait for that.
+                log.warning(
+                    "the journal's file of step %d is read by somebody else for long: another one is begun", step
+                )
+                self._close_files(0)
+                self._token = secrets.token_hex(4)
+                self._insert(step, rows)
         self.spent_s += time.perf_counter() - began
+
+    def _insert(self, step: int, rows: Sequence[tuple[Value, ...]]) -> None:
+        with self._file(step) as file:  # one transaction; a new file's table and index are made in it
+            file.execute("begin")
+            file.execute(TABLE)
+            file.execute(INDEX)
+            file.executemany(INSERT, rows)
 
     def _file(self, step: int) -> sqlite3.Connection:
         if step not in self._open:
@@ -219,8 +242,16 @@ def forget(folder: Path, *, before: int | None = None, after: int | None = None)
             path.unlink(missing_ok=True)
 
 
+def code_of(error: Exception) -> int:
+    """SQLite's primary code of an error; 0 of others."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
 def forget_others(folder: Path, step: int, known: Collection[tuple[int, int, int]]) -> None:
-    """Remove groups that were meant for this step or later ones, and are none of these. known: row, step, first sample."""
+    """Remove groups that were meant for this step or later ones, and are none of these. known: row, step, first sample.
+
+    Raises JournalError where they stay, and could be found: what cannot be read is as good as removed.
+    """
     for meant, path in _files(folder):
         if meant < step:
             continue
@@ -232,6 +263,11 @@ def forget_others(folder: Path, step: int, known: Collection[tuple[int, int, int
                 )
                 file.execute("delete from samples where (row, first) not in known")
         except sqlite3.Error as error:
+            if code_of(error) in OF_THE_SYSTEM:
+                raise JournalError(
+                    f"{path} has samples that are not to be learned from, and they cannot be removed: {error}. End what else has "
+                    "the file open, or mend its permissions, and go on with --resume."
+                ) from error
             log.warning("%s cannot be read (%s): its groups are made anew", path, error)
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from megarl.core.errors import StoppedError
+from megarl.core.errors import StoppedError, UserError
 from megarl.core.log import get_logger, setup_logging
 from megarl.core.progress import forget_progress
 from megarl.core.protocols import Handles, Rollout, State, WeightSync
@@ -138,7 +138,13 @@ def _still_newest(checkpoints: Checkpoints, found: Committed | None) -> Committe
     """What the run goes on from, now that nobody else writes into its folder.
 
     found: what was read whole a moment ago. A large one takes minutes to read: only where there is another now, that is read.
+    Raises UserError where there was none, and is one now: this process was to begin anew.
     """
+    if found is None and (there := sorted(checkpoints.folder.glob("step_*"))):
+        raise UserError(
+            f"{there[-1]} has come while this process looked at its inputs: another one has written this run, and has ended. "
+            "Go on with it by --resume, or choose another folder by run.name=... or run.dir=..."
+        )
     if found is None or [each.folder for each in checkpoints.committed()[-1:]] == [found.folder]:
         return found
     return checkpoints.latest()

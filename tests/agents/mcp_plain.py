@@ -1,4 +1,5 @@
-"""An MCP server without any package, which so starts at once: `odd` answers otherwise than its own schema says.
+"""An MCP server without any package, which so starts at once: `odd` answers otherwise than its own schema says, and
+`refuse` with an error of JSON-RPC's.
 
     python mcp_plain.py PIDS
 
@@ -18,6 +19,7 @@ ANYTHING: dict[str, Any] = {"type": "object"}
 TOOLS = [
     {"name": "price_of", "inputSchema": ANYTHING},
     {"name": "odd", "inputSchema": ANYTHING, "outputSchema": {**ANYTHING, "required": ["price"]}},
+    {"name": "refuse", "inputSchema": ANYTHING},
     {"name": "wait", "inputSchema": ANYTHING},
     {"name": "close_down", "inputSchema": ANYTHING},
 ]
@@ -41,7 +43,9 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(asked: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": answer(asked)}) + "\n")
+    refused = asked["method"] == "tools/call" and asked["params"]["name"] == "refuse"
+    said = {"error": {"code": -32000, "message": "sold out"}} if refused else {"result": answer(asked)}
+    sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **said}) + "\n")
     sys.stdout.flush()
 
 

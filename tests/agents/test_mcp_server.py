@@ -129,20 +129,26 @@ def test_half_a_character_costs_its_call_and_not_the_connection(pids: Path) -> N
     assert len(started(pids)) == 2
 
 
-def test_an_answer_that_is_none_costs_its_call_and_not_the_connection(pids: Path) -> None:
-    """The client refuses what is not of the tool's own schema; others have calls at the same server."""
+@pytest.mark.parametrize(
+    ("name", "says"), [("odd", "did not return structured content"), ("refuse", "sold out")], ids=["none", "an error"]
+)
+def test_such_an_answer_costs_its_call_and_not_the_connection(pids: Path, name: str, says: str) -> None:
+    """The client refuses what is not of the tool's own schema; others have calls at the same server.
+
+    -32000 is JSON-RPC's code for any error of a server's own, and the client's for a connection that is closed.
+    """
 
     async def go() -> list[Result]:
         toolbox = opened(by_command(pids))
         try:
             await call(toolbox, ("price_of", {}))  # it is there
-            both = await call(toolbox, ("wait", {"seconds": 1}), ("odd", {}))
+            both = await call(toolbox, ("wait", {"seconds": 1}), (name, {}))
             return both + await call(toolbox, ("wait", {"seconds": 0}))
         finally:
             await toolbox.close()
 
     before, wrong, after = asyncio.run(go())
-    assert wrong.failed and "did not return structured content" in wrong.message["content"]
+    assert wrong.failed and says in wrong.message["content"]
     assert [before.message["content"], after.message["content"]] == ["said", "said"]
     assert len(started(pids)) == 2 and ended(started(pids))
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.scratch import BOOT, TMPDIR, Scratch, mark
+from megarl.core import janitor
+from megarl.core.scratch import BOOT, REGISTRY, TMPDIR, Scratch, mark
 
 DRIVER = """
 import os, signal, tempfile
@@ -50,6 +51,36 @@ def test_what_a_loss_of_power_has_left_goes_with_the_next_start(
         (folder / BOOT).write_text(f"{host} 5e0c91d2-0000")
     with Scratch.open() as scratch:
         assert {*tmp_path.iterdir()} == {used, foreign, unmarked, other, scratch.folder}
+
+
+def test_what_is_left_where_the_janitor_was_killed_too_goes_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a scheduler does, which ends all of a job at once. Processes of another container are not seen here, and keep theirs."""
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True, env={**os.environ, TMPDIR: str(tmp_path)}
+    )
+    assert driver.stdout is not None
+    folder, foreign = Path(driver.stdout.readline().strip()), tmp_path / "megarl-c"
+    foreign.mkdir()
+    (foreign / BOOT).write_text((folder / BOOT).read_text().replace("pid:[", "pid:[1"))
+    segment = janitor.SHARED_MEMORY / f"megarl-test-{os.getpid()}"
+    monkeypatch.setenv(TMPDIR, str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    try:
+        segment.touch()
+        janitor.register_segments(folder / REGISTRY, [segment.name])
+        with Scratch.open() as scratch:
+            assert {*tmp_path.iterdir()} == {folder, foreign, scratch.folder} and segment.exists()
+        janitor.kill_all([int(pid) for pid in subprocess.check_output(["pgrep", "-f", str(folder)]).split()])
+        driver.kill()
+        driver.wait()
+        assert folder.exists()
+        with Scratch.open() as scratch:
+            assert {*tmp_path.iterdir()} == {foreign, scratch.folder} and not segment.exists()
+    finally:
+        driver.kill()
+        segment.unlink(missing_ok=True)
 
 
 def test_a_killed_process_leaves_none(tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.core.layout import Layout
+from megarl.core.layout import Layout, stage_layers
 from megarl.models.gpt import build_gpt, packed_params, transformer_config
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_gather import Gatherer, export_buckets
@@ -412,3 +414,29 @@ def test_a_float32_routers_products_are_torchs_wherever_transformer_engine_is(mo
     router: Any = SimpleNamespace(weight=weight, bias=torch.arange(4.0))
     expected = torch.einsum("sbh,eh->sbe", tokens, weight) + torch.arange(4.0)
     torch.testing.assert_close(Router.gating(router, tokens), expected)
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+@pytest.mark.parametrize(
+    ("pp", "first", "last", "num_layers"),
+    [
+        (2, None, None, 8),
+        (2, 2, None, 6),
+        (2, None, 2, 6),
+        (2, 2, 4, 6),
+        (3, 2, 6, 12),
+        (4, 2, None, 14),
+        (4, 4, 2, 14),
+    ],
+)
+def test_layers_are_those_that_megatron_takes_them_for(
+    pp: int, first: int | None, last: int | None, num_layers: int, vpp: int, tmp_path: Path
+) -> None:
+    config = load_model_config(write_tiny_model(tmp_path, num_hidden_layers=num_layers))
+    layout = Layout(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last, world_size=pp)
+    made = transformer_config(config, layout, dtype=torch.float32, platform=PLATFORM)
+    for rank, stages in enumerate(stage_layers(layout, num_layers)):
+        for stage, layers in enumerate(stages):
+            begins = get_transformer_layer_offset(made, stage if vpp > 1 else None, rank)
+            count = get_num_layers_to_build(made, stage if vpp > 1 else None, rank)
+            assert range(begins, begins + count) == layers

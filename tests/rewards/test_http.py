@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
+import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -85,6 +88,41 @@ def test_an_answer_that_is_no_json_is_shown() -> None:
 def test_an_answer_of_brackets_within_thousands_of_brackets_is_no_json() -> None:
     answer, fake = called((200, "[" * 5000))
     assert answer.startswith(f"error: {fake.url} answered what is not JSON: '[[[")
+
+
+def answered(kind: str, parts: Iterable[bytes]) -> Any:
+    """What a call gives (its error as text) where these parts are the answer, of that content type."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nConnection: close\r\n\r\n".encode())
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+        writer.close()
+
+    async def go() -> Any:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            client = JsonClient(f"http://127.0.0.1:{port}", None, timeout_s=20.0, retries=0)
+            try:
+                return await client.post("x")
+            except CallError as error:
+                return str(error).partition(f":{port} ")[2]
+            finally:
+                await client.close()
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize("charset", ["hex", "idna", "undefined", "no-such"])
+def test_json_is_read_whatever_character_set_is_claimed(charset: str) -> None:
+    assert answered(f"application/json; charset={charset}", ['"é"'.encode()]) == "é"
+
+
+def test_an_answer_without_an_end_is_given_up_before_it_fills_the_memory() -> None:
+    assert answered("application/json", itertools.repeat(b" " * 2**20)) == "answered more than 64 MiB"
 
 
 def test_a_hang_ends_at_the_deadline() -> None:

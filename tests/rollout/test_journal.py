@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import megarl.rollout.journal as module
 from megarl.core.types import Prompt, Sample, Status, VersionSpan
 from megarl.data.blocks import laid, sample_block
 from megarl.rollout.attempt import Attempt, failed_sample
@@ -317,6 +318,44 @@ def test_a_disk_that_takes_nothing_is_an_error_that_says_what_to_do(tmp_path: Pa
     (tmp_path / "journal").write_text("a file where the folder should be")
     with pytest.raises(JournalError, match=r"cannot be written: .*Make room, or set train.journal to false"):
         write(tmp_path / "journal")
+
+
+def test_a_file_that_somebody_reads_without_an_end_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a notebook does that has fetched one row, or a replay that was stopped: the run goes on with another file."""
+    monkeypatch.setattr(module, "BUSY_S", 0.05)
+    tasks = [replace(TASK, row=row) for row in range(3)]
+
+    async def life(journal: Journal) -> None:
+        await journal.add(tasks[0], PROMPT, group())
+        with closing(sqlite3.connect(next(tmp_path.glob("*.sqlite")))) as reader:
+            rows = reader.execute("select * from samples")
+            rows.fetchone()
+            for task in tasks[1:]:
+                await journal.add(task, PROMPT, group())
+            rows.close()
+
+    journaling(tmp_path, life)
+    assert len(list(tmp_path.glob("*.sqlite"))) == 2
+    assert all(find(tmp_path, task) is not None for task in tasks)
+
+
+def test_samples_that_could_be_found_are_not_left_where_they_are_to_be_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    monkeypatch.setattr(module, "BUSY_S", 0.05)
+    with closing(sqlite3.connect(next(tmp_path.glob("*.sqlite")))) as reader:
+        rows = reader.execute("select * from samples")
+        rows.fetchone()
+        with pytest.raises(
+            JournalError, match=r"cannot be removed: database is locked. End what else has the file open"
+        ):
+            forget_others(tmp_path, TASK.step, ())
+        rows.close()
+    forget_others(tmp_path, TASK.step, ())
+    assert find(tmp_path) is None
 
 
 def test_only_what_is_known_of_a_step_and_those_after_it_stays(tmp_path: Path) -> None:

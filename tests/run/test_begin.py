@@ -41,9 +41,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(root: Path, name: str, *overrides: str, resume: bool = False) -> Book:
+def run(root: Path, name: str, *overrides: str, resume: bool = False, go_on: bool = False) -> Book:
     words: Sequence[str] = (f"run.name={name}", "cluster.platform=cpu", *overrides)
-    return driver.run(Recipe, root / "train.yaml", words, root, resume=resume)
+    return driver.run(Recipe, root / "train.yaml", words, root, resume=resume, go_on=go_on)
 
 
 def test_the_policys_folder_is_written_last(world: Path) -> None:
@@ -200,6 +200,30 @@ def test_a_checkpoint_is_read_whole_once_and_another_that_was_committed_meanwhil
     older = checkpoints.committed()[-2]
     found = begin._still_newest(checkpoints, older)
     assert found is not None and found.step == 4
+
+
+@pytest.mark.parametrize("go_on", [False, True])
+def test_a_run_that_came_and_ended_while_the_inputs_were_looked_at_is_not_begun_anew(
+    go_on: bool, world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs of one recipe are started at once, the model of one takes minutes to read, and the other is killed meanwhile."""
+    name, look = f"meanwhile-{go_on}", train.preflight
+    folder, other = world / "runs" / name, world / "runs" / f"{name}-other"
+    run(world, other.name, "train.save_every=1", "train.steps=2")
+    shutil.rmtree(other / "hf", ignore_errors=True)
+
+    def looked(recipe: Recipe, **settings: Any) -> Any:
+        checked = look(recipe, **settings)
+        if other.exists():
+            other.rename(folder)
+        return checked
+
+    monkeypatch.setattr(train, "preflight", looked)
+    with pytest.raises(UserError, match=r"step_000002 has come while this process looked .*Go on with it by --resume"):
+        run(world, name, "train.save_every=1", "train.steps=3", go_on=go_on)
+    run(world, name, "train.save_every=1", "train.steps=3", resume=True)
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in rows] == [0, 1, 2, 3]
 
 
 def killed(*_: object) -> None:

@@ -294,6 +294,7 @@ def run(
     temp: Path,
     *,
     resume: bool = False,
+    go_on: bool = False,
     unlike: Sequence[tuple[Any, ...]] | None = None,
 ) -> Book:
     """Run the recipe, and say what it did, also where it stops early. Raises UserError where it is refused.
@@ -303,10 +304,10 @@ def run(
     book = Book(unlike)
     with suppress(Differs), stage(book, temp), _noting_faults(book):
         if kind is Recipe:
-            train.run_train(recipe, list(overrides), resume=resume, go_on=False)
+            train.run_train(recipe, list(overrides), resume=resume, go_on=go_on)
         else:
             each: Any = kind
-            supervised.run_supervised(each, recipe, list(overrides), resume=resume, go_on=False)
+            supervised.run_supervised(each, recipe, list(overrides), resume=resume, go_on=go_on)
     return book
 
 
