@@ -18,8 +18,9 @@ from megarl.convert.source import Source, find_source
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
-from megarl.models.hf_files import read_index
+from megarl.models.hf_files import check_index, read_index
 from megarl.models.hf_header import BITS
+from megarl.models.rules import expected_tensors
 from megarl.training.manifest import TensorEntry, read_manifest, read_model_config
 from megarl.training.run_checkpoints import STATE
 
@@ -93,7 +94,11 @@ def _inspect_mcore(source: Source, config: ModelConfig, *, read: bool) -> Inspec
 
 
 def _inspect_hf(source: Source, config: ModelConfig) -> Inspection:
-    index = read_index(source.folder)
+    index, damage = read_index(source.folder), []
+    try:
+        check_index(expected_tensors(config), index, source.folder, config)
+    except UserError as error:
+        damage.append(str(error).rstrip("."))
     tensors = {}
     for name, info in sorted(index.items()):
         tensors[name] = TensorEntry(info.shape, info.dtype, math.prod(info.shape) * BITS[info.dtype] // 8)
@@ -101,7 +106,7 @@ def _inspect_hf(source: Source, config: ModelConfig) -> Inspection:
     return Inspection(
         path=source.folder,
         kind="hf",
-        damage=[],
+        damage=damage,
         family=config.family,
         architecture=config.architecture,
         sizes=_sizes(config),
@@ -157,11 +162,12 @@ def render(found: Inspection) -> RenderableType:
     """The same for people."""
     facts = Table.grid(padding=(0, 2))
     state = Text("damaged: " + "; ".join(found.damage), style="bold red") if found.damage else Text("whole")
-    unknown = "not checked (HF folders have no checksums); the headers are whole"
+    if found.kind == "hf" and not found.damage:
+        state = Text("not checked (HF folders have no checksums); headers and tensors are those of the config")
     rows: list[tuple[str, RenderableType | None]] = [
         ("path", str(found.path)),
         ("kind", {"hf": "HF folder", "mcore": "Megatron checkpoint"}[found.kind]),
-        ("files", unknown if found.kind == "hf" else state),
+        ("files", state),
         ("model", f"{found.family} ({found.architecture}), {found.parameters / 1e6:,.1f} M parameters, {found.dtype}"),
         ("sizes", ", ".join(f"{name} {size}" for name, size in found.sizes.items())),
         ("step", None if found.step is None else f"{found.step} optimizer steps"),

@@ -17,6 +17,7 @@ from megarl.training.manifest import MANIFEST
 
 SPARE_BYTES = 16 * 2**20  # for configs, tokenizers and headers
 CONTENT, PREVIOUS = "content", "previous"
+WEIGHTS = ("*.safetensors", "*.bin")
 # What a disk that is full, a quota and a limit on file sizes answer.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -69,6 +70,10 @@ def check_target(path: Path, needed_bytes: int, *, force: bool) -> None:
         )
     if path.exists() and (not path.is_dir() or not _is_replaceable(path)):
         raise UserError(f"{path} is not a model's folder, so --force does not replace it. Name another folder.")
+    if path.exists() and (other := _other_model(path)) is not None:
+        raise UserError(
+            f"{path} holds another model, {other}, so --force does not replace it. Move that one, or name another folder."
+        )
     if path.exists() and not _may_write(path):
         raise UserError(f"{path} cannot be written to, so --force does not replace it. Name another folder.")
     existing = next(parent for parent in path.absolute().parents if parent.exists())
@@ -87,8 +92,16 @@ def _may_write(folder: Path) -> bool:
 
 
 def _is_replaceable(folder: Path) -> bool:
-    """An empty folder, or one with a model in it."""
-    return any((folder / name).exists() for name in ("config.json", MANIFEST)) or not any(folder.iterdir())
+    """An empty folder, or one with a model in it: many programs call their settings config.json."""
+    has_weights = any(any(folder.glob(pattern)) for pattern in WEIGHTS)
+    is_model = (folder / MANIFEST).exists() or ((folder / "config.json").exists() and has_weights)
+    return is_model or not any(folder.iterdir())
+
+
+def _other_model(folder: Path) -> Path | None:
+    """A model further down in the folder of one, which would go with it."""
+    below = (path for pattern in (MANIFEST, *WEIGHTS) for path in folder.rglob(pattern) if path.parent != folder)
+    return next((path.parent for path in below), None)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ message is compared: its tokens are the trained ones. Not for packing (pack.py).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from megarl.data.row_set import RowSet, count_rows, load_rows
 from megarl.data.rows import Row, json_type
 from megarl.data.sft import Demonstration, Exchange, parse_exchange, tokenise
 from megarl.recipe.supervised import PairData
+
+MAX_MARGIN = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def _margin(row: Row, data: PairData) -> float:
     if not row.has(data.margin_key):
         return 0.0
     margin = row.get(data.margin_key, "data.margin_key")
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+    # Losses are computed in float32; and a whole number may be too large for any float.
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= MAX_MARGIN:
         found = f"{json_type(margin)}" if not isinstance(margin, float) else str(margin)
         raise UserError(f"{row.where}, field {data.margin_key!r}: the margin is {found}; wanted is a finite number.")
     return float(margin)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from megarl.core.errors import UserError
 from megarl.core.json_file import whole_lines
 
+KIND = Literal["slurm", "ray"]
 FOLDER, FILE, EVENTS = "launch", "submission.json", "events.jsonl"
 METRICS = "metrics.jsonl"
 LAST_BYTES = 2**18  # of the metrics, that are looked at for the last step: a row has some thousand
@@ -22,7 +23,7 @@ class Submission:
     address: of the Ray cluster; of SLURM's, the name where it is another than the one that is here.
     """
 
-    kind: Literal["slurm", "ray"]
+    kind: KIND
     job: str
     address: str = ""
     log: str = ""
@@ -42,7 +43,10 @@ def last_submission(run: Path) -> Submission | None:
     if not file.is_file():
         return None
     try:
-        return Submission(**json.loads(file.read_text()))
+        found = Submission(**json.loads(file.read_text()))
+        if found.kind not in get_args(KIND) or not all(isinstance(value, str) for value in asdict(found).values()):
+            raise ValueError("its fields are texts, and kind is slurm or ray")
+        return found
     except (ValueError, TypeError) as error:
         raise UserError(f"{file} is no record of a submission ({error}). Remove it to submit the run again.") from None
 

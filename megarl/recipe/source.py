@@ -175,6 +175,10 @@ def _read_file(file: Path, what: str, relative: str = "relative to the folder th
         raise UserError(f"Cannot read {what} {str(file)[:200]}: {error.strerror}.") from None
     if is_folder:
         raise UserError(f"{file}, the {what}, is a folder. Name a file in it, such as {file / 'recipe.yaml'}.")
+    if file.exists() and not file.is_file():
+        raise UserError(
+            f"{file}, the {what}, is a pipe or a device, which is read once. Write it into a file, and name that."
+        )
     if not file.is_file():
         near = difflib.get_close_matches(file.name, _names(file.parent), n=1)
         hint = f" Did you mean {file.parent / near[0]}?" if near else ""

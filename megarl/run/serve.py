@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import secrets
 import socket
 from dataclasses import dataclass
@@ -130,10 +131,13 @@ def check_address(host: str, port: int) -> None:
 
 
 def _unheard(host: str, port: int, error: OSError) -> UserError:
-    return UserError(
-        f"--host {host} --port {port}: nothing can listen there: {error.strerror or error}. Give another --port; 0 takes one "
-        "that is free."
+    is_elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+    advice = (
+        "Give a --host that is this machine's: 127.0.0.1 is for those on it, 0.0.0.0 for everybody, with the key."
+        if is_elsewhere
+        else "Give another --port; 0 takes one that is free."
     )
+    return UserError(f"--host {host} --port {port}: nothing can listen there: {error.strerror or error}. {advice}")
 
 
 async def _serve(settings: ServeSettings, server: ServerProcess, model: Model, context: int, console: Console) -> None:

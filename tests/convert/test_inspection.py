@@ -1,5 +1,8 @@
+import shutil
+
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from megarl.convert.commands import run_inspect
 from megarl.convert.inspection import inspect, render
@@ -50,6 +53,16 @@ def test_damage_is_named_and_is_exit_code_1(tmp_path, hf, capsys, harm, message)
     assert run_inspect(folder, as_json=True, quick=False) == 1
     found = parsed(capsys.readouterr().out)
     assert found["whole"] is False and found["damage"] == [message]
+
+
+def test_an_hf_folder_without_some_of_its_tensors_is_damaged(tmp_path, hf, capsys):
+    folder = tmp_path / "cut"
+    shutil.copytree(hf, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weights[name] for name in weights if name != "model.norm.weight"}, folder / "model.safetensors")
+    assert run_inspect(folder, as_json=True, quick=False) == 1
+    found = parsed(capsys.readouterr().out)
+    assert found["whole"] is False and "missing: model.norm.weight" in found["damage"][0]
 
 
 def test_a_quick_look_reads_no_content(tmp_path, hf, capsys):

@@ -15,6 +15,7 @@ from megarl.convert.target import check_target, followed, open_target
 from megarl.core.errors import UserError, WorkerDiedError
 from megarl.core.layout import Layout
 from megarl.models.hf_dtypes import Dtypes
+from megarl.training.manifest import MANIFEST
 from tests.support.privileges import without_privileges
 
 
@@ -121,15 +122,26 @@ def test_two_conversions_to_one_place(tmp_path):
 
 def test_an_existing_target_needs_force(tmp_path):
     (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "config.json").touch()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "x" / name).touch()
     with pytest.raises(UserError, match=r"exists already.*--force"):
         check_target(tmp_path / "x", 10, force=False)
     check_target(tmp_path / "x", 10, force=True)
 
 
-def test_force_replaces_models_only(tmp_path):
-    (tmp_path / "precious").touch()
+@pytest.mark.parametrize("name", ["precious", "config.json"])
+def test_force_replaces_models_only(tmp_path, name):
+    (tmp_path / name).touch()
     with pytest.raises(UserError, match="is not a model's folder"):
+        check_target(tmp_path, 10, force=True)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "model.safetensors"])
+def test_force_takes_no_other_model_with_the_one_that_it_replaces(tmp_path, name):
+    (tmp_path / "other" / "hf").mkdir(parents=True)
+    for path in (tmp_path / MANIFEST, tmp_path / "other" / name):
+        path.touch()
+    with pytest.raises(UserError, match=r"holds another model, .*/other, so --force does not replace it"):
         check_target(tmp_path, 10, force=True)
 
 

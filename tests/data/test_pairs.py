@@ -133,6 +133,8 @@ def test_a_pair_with_a_long_side_is_dropped_and_counted(file: Path, model_folder
             "field 'chosen': the chat does not begin with the row's prompt, field 'prompt'",
         ),
         (GOOD | {"margin": "big"}, "field 'margin': the margin is a string"),
+        (GOOD | {"margin": 10**400}, "field 'margin': the margin is a number; wanted is a finite number"),
+        (GOOD | {"margin": -1e39}, "field 'margin': the margin is -1e+39; wanted is a finite number"),
         (GOOD | {"margin": True}, "field 'margin': the margin is true or false"),
     ],
 )

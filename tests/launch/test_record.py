@@ -35,7 +35,16 @@ def test_a_folder_that_is_no_submitted_run_is_answered_with_those_that_are(tmp_p
     assert submitted_runs(tmp_path) == [tmp_path / "here"]
 
 
-@pytest.mark.parametrize("text", ['{"kind": "slurm"', "[]", '{"kind": "slurm", "job": "1", "colour": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"kind": "slurm"',
+        "[]",
+        '{"kind": "slurm", "job": "1", "colour": 3}',
+        '{"kind": "slurm", "job": 1}',
+        '{"kind": "k8s", "job": "1"}',
+    ],
+)
 def test_a_record_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     Submission("slurm", "1").write(tmp_path)
     (tmp_path / "launch" / "submission.json").write_text(text)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,12 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_bytes(b"a: \xff\n")
     with pytest.raises(UserError, match="UTF-8"):
         read_tree(tmp_path / "b.yaml")
+
+
+def test_a_recipe_that_is_a_pipe_is_told_so(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "recipe.yaml")
+    with pytest.raises(UserError, match=r"recipe\.yaml, the recipe, is a pipe or a device.*Write it into a file"):
+        read_tree(tmp_path / "recipe.yaml")
 
 
 def test_a_base_that_is_not_there_is_looked_for_beside_its_recipe(tmp_path: Path) -> None:

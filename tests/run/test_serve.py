@@ -157,8 +157,8 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
         (["--dtype", "float64"], "wanted is one of float32, bfloat16"),
         (["--tp", "3"], "megarl: --tp 3 does not divide the model"),
         (["--tp", "2"], "megarl: --tp 2: this machine shows 1 devices"),
-        (["--host", "192.0.2.77"], "nothing can listen there"),
-        (["--host", "no.such.host.invalid"], "nothing can listen there"),
+        (["--host", "192.0.2.77"], "nothing can listen there: Cannot assign requested address. Give a --host that is"),
+        (["--host", "no.such.host.invalid"], "Give a --host that is this machine's"),
         ([], "weights (*.safetensors)"),
     ],
 )
