@@ -308,7 +308,13 @@ def held_bytes(role: str, choice: Layouts, workload: Workload, cluster: Cluster)
 def served_bytes(choice: Servers, workload: Workload, cluster: Cluster) -> ServerBytes:
     """Bytes of the workload's servers under every choice."""
     return server_bytes(
-        workload.models[ROLLOUT], choice, cluster, workload.bytes_each, workload.served_weights, workload.kv_tokens
+        workload.models[ROLLOUT],
+        choice,
+        cluster,
+        workload.bytes_each,
+        workload.served_weights,
+        workload.kv_tokens,
+        workload.states,
     )
 
 

@@ -4,8 +4,8 @@ Each kind has a process of its own, a copy of this one, which meets Megatron the
 fused: Megatron's own Transformer Engine layers, over a fake of that package with the real one's names and signatures
 (tests/support/fake_transformer_engine.py). torch: our layers, as CUDA has them where Transformer Engine is not installed.
 `built`: every role of every recipe of a real model, and models of families without a recipe, on torch's meta device, at ranks
-that together hold every part of it; the process groups are torch's fake ones. `ran`: updates of small models, one rank, all of the
-engine real but the kernels.
+that together hold every part of it; the process groups are torch's fake ones. `ran`: updates of small models, one rank, all
+of the engine real but the kernels.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from megarl.models.known_configs import known_config
 from megarl.models.layout_check import cuts_servers
 from megarl.models.lora_served import FAMILIES, served_lora
 from megarl.models.lora_settings import LoraSettings
+from megarl.placement.states import StatePool
 from megarl.placement.workload import FRACTION_FLAG, read_model
 from megarl.recipe.load import load_recipe
 from megarl.run.server_spec import server_spec
@@ -80,6 +81,16 @@ FORMS = {
 FORMS |= {f"with {flag}": Asked({"extra": (flag,)}, {}) for flag in SETTING_SHARED}
 # Of models without a recipe, what their layers may have to do with.
 OF_LARGE = ("apart", "shared devices", "offloaded", "kv tokens", *(form for form in FORMS if "deterministic" in form))
+# What comes of the layers themselves: kernels for windows; states in as many copies as the plan counts (placement/states.py).
+SETTLED = {
+    "exaone4": {"attention_backend": "triton"},
+    "qwen3_5": {
+        "mamba_radix_cache_strategy": "extra_buffer",
+        "mamba_full_memory_ratio": StatePool().over_cache,
+        "disable_overlap_schedule": False,
+        "max_mamba_cache_size": None,
+    },
+}
 FP8 = Asked({**SLEEPS, "quantized": True}, {"load_format": "dummy", "enable_memory_saver": True})
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a flag that is none": ({"extra": ("--no-such-flag",)}, "SystemExit"),
@@ -159,9 +170,12 @@ def serves_fp8(model: ModelConfig, tp: int) -> bool:
     return True
 
 
-def not_on_hopper(name: str, form: str) -> bool:
-    """SGLang 0.5.21 has fa4 for latent attention on Blackwell alone, and says so."""
-    return form.endswith("on fa4") and read_model(own_spec(name).model).mla is not None
+def refusal(name: str, form: str) -> str | None:
+    """What SGLang 0.5.21 says where a model cannot have an attention: fa4 has latents on Blackwell alone, and no EXAONE."""
+    model = read_model(own_spec(name).model)
+    if not form.endswith("on fa4"):
+        return None
+    return "requires SM100" if model.mla is not None else "is required for Exaone4" if name == "exaone4" else None
 
 
 @pytest.fixture(scope="module")
@@ -194,15 +208,16 @@ def test_sglang_takes_every_form_of_a_recipes_servers(name: str, answers: dict[s
     problems, otherwise = {}, {}
     for form, each in forms(name).items():
         answer = answers[f"{name} {form}"]
-        if not_on_hopper(name, form):
-            assert "requires SM100" in answer["problem"]
+        if (refused := refusal(name, form)) is not None:
+            assert refused in answer["problem"]
             continue
         if answer["problem"] is not None:
             problems[form] = answer["problem"]
             continue
-        found = {key: answer["settled"][key] for key in each.settled}
-        if found != each.settled:
-            otherwise[form] = (found, each.settled)
+        settled = each.settled | SETTLED.get(name, {}) if form == "apart" else each.settled
+        found = {key: answer["settled"][key] for key in settled}
+        if found != settled:
+            otherwise[form] = (found, settled)
     assert problems == {} and otherwise == {}
 
 
@@ -210,7 +225,7 @@ def test_sglang_takes_every_form_of_a_recipes_servers(name: str, answers: dict[s
 def test_a_server_has_the_nccl_that_the_ranks_have_or_is_not_reached_by_it(answers: dict[str, Any]) -> None:
     """Both are in the group that weights are broadcast in, where one side's settings have to be the other's."""
     fixed = {f"NCCL_{bound}_NCHANNELS" for bound in ("MIN", "MAX")}
-    for name, form in ((each, form) for each in NAMES for form in forms(each) if not not_on_hopper(each, form)):
+    for name, form in ((each, form) for each in NAMES for form in forms(each) if refusal(each, form) is None):
         nccl = answers[f"{name} {form}"]["nccl"]
         # What a flag sets to 1 is refused where the ranks do not have the same (recipe/sync_rules).
         expected = {key: CUDA.env[key] for key in CUDA_SHARED}
