@@ -82,7 +82,7 @@ class Delta:
     """Gated DeltaNet (arXiv 2412.06464), in the layers that `ModelConfig.linear_layers` names.
 
     num_key_heads: of queries and keys, each key_dim wide. num_value_heads: a multiple of them, each value_dim wide.
-    conv_width: tokens that the convolution before the rule sees.
+    conv_width: tokens that the convolution before the rule sees. state_bytes: of an element of the state that a server keeps.
     """
 
     num_key_heads: int
@@ -90,6 +90,7 @@ class Delta:
     key_dim: int
     value_dim: int
     conv_width: int
+    state_bytes: int = 4
 
     @property
     def mixed(self) -> int:

@@ -18,6 +18,7 @@ _KEYS = {
     "value_dim": "linear_value_head_dim",
     "conv_width": "linear_conv_kernel_dim",
 }
+STATE = "mamba_ssm_dtype"  # SGLang's alone; what it does not know is float32 to it
 DELTA_REQUIRED = tuple(_KEYS.values())
 
 
@@ -30,7 +31,8 @@ def read_delta(fields: Fields, family: Family, layers: int) -> dict[str, Any]:
     else:
         interval = fields.count(INTERVAL, 4)
         linear = frozenset(index for index in range(layers) if (index + 1) % interval)
-    delta = Delta(**{name: fields.count(key) for name, key in _KEYS.items()})
+    state_bytes = 2 if fields.get(STATE) in ("bfloat16", "float16") else 4
+    delta = Delta(**{name: fields.count(key) for name, key in _KEYS.items()}, state_bytes=state_bytes)
     if delta.num_value_heads % delta.num_key_heads:
         wanted = f"a multiple of linear_num_key_heads, {delta.num_key_heads}, is wanted"
         fields.refuse("linear_num_value_heads", delta.num_value_heads, wanted)

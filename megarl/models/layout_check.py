@@ -14,6 +14,8 @@ from megarl.models.config import ModelConfig
 SHOWN = 3
 BY_TRANSFORMERS = ("smollm3",)  # families that SGLang has no code of its own for
 UNCUT_BY_SERVERS = ("olmoe",)  # families that SGLang serves on one device alone
+# Families whose heads SGLang makes as wide as the hidden size over their number, whatever head_dim says.
+NO_HEAD_DIM = ("qwen2_moe", "mixtral", "olmo2", "olmo3", "exaone4", "olmoe", "granitemoe")
 
 
 def check_layout(config: ModelConfig, layout: Layout, key: str) -> None:
@@ -27,8 +29,12 @@ def check_layout(config: ModelConfig, layout: Layout, key: str) -> None:
         )
 
 
-def cuts_servers(config: ModelConfig, tp: int) -> bool:
+def cuts_servers(config: ModelConfig, tp: int, *, pads: bool = False) -> bool:
     """SGLang cuts heads and MLP columns evenly, and repeats key-value heads where there are fewer than ranks.
+
+    pads: whether it fills their number up with zeros instead, and that of all heads alike, as on a CPU (Platform.pads_weights).
+    Those of the NO_HEAD_DIM get narrower by it than the model's, and the server ends: at its start, or the first request
+    (0.5.21, configs/update_config.py).
 
     Not where a norm goes over all of them: it would meet some more than once (0.5.21, models/olmo2.py); nor where it serves a
     family by transformers' code (models/transformers.py). OLMoE's norms it builds as wide as all heads on each
@@ -40,18 +46,28 @@ def cuts_servers(config: ModelConfig, tp: int) -> bool:
     even = config.num_heads % tp == 0 and config.ffn_hidden_size % tp == 0
     even = even and (config.delta is None or config.delta.num_key_heads % tp == 0)
     repeats = tp % heads == 0 and not config.whole_qk_norm and config.family not in BY_TRANSFORMERS
+    repeats = repeats and not (pads and config.family in NO_HEAD_DIM)
     return even and (config.mla is not None or heads % tp == 0 or repeats)
 
 
-def check_server_layout(config: ModelConfig, tp: int, name: str = "rollout.tp") -> None:
-    """Raise UserError where a server of so many devices cannot be cut evenly, with the sizes that can. name: what said it."""
+def check_server_layout(config: ModelConfig, tp: int, name: str = "rollout.tp", *, pads: bool = False) -> None:
+    """Raise UserError where a server of so many devices cannot be cut evenly, with the sizes that can. name: what said it.
+
+    pads: see `cuts_servers`.
+    """
     if config.family in UNCUT_BY_SERVERS and tp > 1:
         raise UserError(
             f"{name} {tp}: SGLang serves {config.architecture} on one device alone: on several its norms of queries and keys "
             "would be wider than a rank's heads. Set it to 1, and have more servers."
         )
+    valid = ", ".join(str(size) for size in range(1, config.num_heads + 1) if cuts_servers(config, size, pads=pads))
+    if cuts_servers(config, tp) and not cuts_servers(config, tp, pads=pads):
+        raise UserError(
+            f"{name} {tp}: the model has {config.num_kv_heads} key-value heads, and on a CPU SGLang fills their number up to "
+            f"{tp}, and makes all heads of {config.architecture} narrower by that, with which no server answers. Sizes that "
+            f"work: {valid}."
+        )
     if not cuts_servers(config, tp):
-        valid = ", ".join(str(size) for size in range(1, config.num_heads + 1) if cuts_servers(config, size))
         raise UserError(
             f"{name} {tp} does not divide the model: it has {config.num_heads} attention heads, "
             f"{config.num_kv_heads} key-value heads and {config.ffn_hidden_size} MLP columns. Sizes that work: {valid}."

@@ -40,7 +40,7 @@ class Device:
     usual node, which is what fast links join. tile_rows: rows that one matrix instruction takes of the queries of decode
     attention and of an expert's tokens; fewer are padded. queues: whether the host runs ahead of the device, so that
     launching costs time only where there is little to compute. offloads_to_host: whether what is offloaded can leave the device.
-    kernels: of a training step.
+    pads_servers: whether SGLang fills numbers of heads up there (Platform.pads_weights). kernels: of a training step.
     source: where the figures are published.
     """
 
@@ -59,6 +59,7 @@ class Device:
     tile_rows: int = 64
     queues: bool = True
     offloads_to_host: bool = True
+    pads_servers: bool = False
     kernels: Kernels = Kernels()
 
     def product_flops(self, dtype: str) -> float:
@@ -277,6 +278,7 @@ _CPU = Device(
     tile_rows=1,
     queues=False,
     offloads_to_host=False,
+    pads_servers=True,
     kernels=Kernels(fused=False, chunk_elements=2**20, sums_in_copies=True),
     source="one core of a desktop processor as a device, measured with this project; measure your own",
 )

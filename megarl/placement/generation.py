@@ -1,9 +1,10 @@
 """Seconds of a step's rollout under every number and size of servers: prefill, and decode step by step.
 
 A decode step reads the weights once and every running sequence's keys and values, or multiplies for longer than that (a
-roofline: Pope et al., arXiv 2211.05102); to this come two all-reduces a layer where servers are cut, what the layers' kernels
-cost at any size, and the host's work on every running request. While more samples wait than a server's cache holds it runs
-full; then the batch thins out along the tail of the length distribution, and the step ends with the longest response of all.
+roofline: Pope et al., arXiv 2211.05102), and reads and writes its states of linear attention; to this come two all-reduces a
+layer where servers are cut, what the layers' kernels cost at any size, and the host's work on every running request. While
+more samples wait than a server's cache holds it runs full; then the batch thins out along the tail of the length
+distribution, and the step ends with the longest response of all.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megarl.placement.memory import ServerBytes
 from megarl.placement.roofline import attention_products, mlp_products, serving_roof
 from megarl.placement.sizes import kv_bytes, kv_span
 from megarl.placement.space import Servers
+from megarl.placement.states import state_bytes
 from megarl.placement.workload import ROLLOUT, Workload
 
 # Tokens of one chunk of prefill: the default of SGLang's --chunked-prefill-size on most devices.
@@ -68,7 +70,7 @@ def rollout_seconds(
     context = workload.prompt_tokens + residual
     each = workload.samples / choice.count
     room = np.floor(held.cache_tokens / np.maximum(context, 1))
-    room = np.minimum(room, workload.max_running)
+    room = np.minimum(room, np.minimum(workload.max_running, held.most_running))
     if workload.in_flight is not None:
         room = np.minimum(room, np.maximum(workload.in_flight / choice.count, 1))
     cap = np.minimum(room, np.maximum(each, 1))
@@ -92,7 +94,7 @@ def rollout_seconds(
     tokens = float(width @ -np.expm1(workload.samples * np.log1p(-np.minimum(alive, 1 - 1e-12))))
     met = np.clip(each * mean * (1 + workload.staleness) / tokens, 1, most)
     longest = tokens * step.seconds(met, context)
-    holds = held.cache_tokens >= workload.longest_sample
+    holds = (held.cache_tokens >= workload.longest_sample) & (held.most_running >= 1)
     never = np.where(holds, 0.0, np.inf)
     requests = workload.samples * cluster.rates.request_s
     flow = np.maximum(flow + requests, longest / (1 + workload.staleness))
@@ -116,6 +118,8 @@ class _Step:
         self._roof = serving_roof(cluster, workload.served_dtype)
         self._wide_roof = serving_roof(cluster, workload.dtype)
         self._kv = kv_bytes(config, choice.tp, self._bytes)
+        # Read and written: three products of each element with another are hidden behind that on any device.
+        self._states_s = 2 * state_bytes(config, choice.tp, workload.states.element_bytes) / self._roof.bytes_s
         # Servers of one node may share its cores.
         here = np.minimum(choice.used, cluster.devices_per_node)
         self._crowd = np.maximum(here / cluster.rates.servers_at_once, 1.0)
@@ -136,7 +140,8 @@ class _Step:
         tensor = 2 * config.num_layers * server_reduce_s(self._cluster, message, tp)
         launch = (config.num_layers - moe) * rates.decode_layer_s + moe * rates.decode_expert_layer_s + rates.decode_s
         host = batch * (config.num_layers * rates.decode_sequence_s + rates.decode_request_s)
-        return (layers + head + self._cache(batch, context, wide) + tensor + launch + host) * self._crowd[wide]
+        held = self._cache(batch, context, wide) + batch * self._states_s[wide]
+        return (layers + head + held + tensor + launch + host) * self._crowd[wide]
 
     def _products(self, rows: Any, products: Any) -> Any:
         return self._roof.products_s(rows, products, self._weight_bytes, self._bytes)

@@ -6,7 +6,7 @@ tensor, context and expert parallel. How ranks of a pipeline are made of these, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,12 @@ from megarl.placement.roofline import (
     LOGIT_BYTES,
     attention_elements,
     attention_products,
+    chunked_multiplications,
     expert_elements,
     mlp_products,
     training_roof,
 )
-from megarl.placement.sizes import adapter_sizes, model_sizes
+from megarl.placement.sizes import adapter_sizes, linear_share, model_sizes
 from megarl.placement.space import Layouts
 from megarl.placement.stages import Stage, stages
 from megarl.placement.workload import Workload
@@ -129,7 +130,7 @@ def micro_batch(
         _only_compute(_backward(product, logits, frozen)).plus(end, tied_once) if head else nothing,
         _only_compute(0.0, launch=BACKWARD * micro_s, pipeline=send),
     )
-    attention = _attention_seconds(config, choice, here, workload, cluster) * (choice.recompute == 1)
+    attention = _attention_seconds(config, choice, here, workload, cluster)[0] * (choice.recompute == 1)
     # Of the fullest rank, which the others wait for.
     full = choice.again(np.max([stage.layers for stage in stages(config, choice)], axis=0))
     again = (layer[0].times(full).plus(_only_compute(attention)) for layer in (dense, expert))
@@ -186,14 +187,14 @@ def _dense_layer(
     elements = attention_elements(config, choice.tp) + 3 * config.ffn_hidden_size / choice.tp
     multiplied = roof.products_s(here, products, each, each)
     beside = here * elements * each * rates.traffic / roof.bytes_s
-    attention = _attention_seconds(config, choice, here, workload, cluster)
+    attention, attention_backward = _attention_seconds(config, choice, here, workload, cluster)
     gather = all_gather_s(cluster, here * config.hidden_size * each, choice.tp, 1)
     launch = rates.layer_s + _sequence_launch(choice, tokens, workload, cluster)
     context = _context_seconds(config, choice, tokens, workload, cluster)
     return (
         _layer(multiplied + beside + attention, launch, 2 * GATHERS * gather, context, cluster),
         _layer(
-            _backward(multiplied, beside, frozen) + ATTENTION_BACKWARD * attention,
+            _backward(multiplied, beside, frozen) + attention_backward,
             BACKWARD * launch,
             2 * (GATHERS if frozen else GATHERS_BACKWARD) * gather,
             2 * context,
@@ -227,7 +228,7 @@ def _expert_layer(
     elements = here * attention_elements(config, choice.tp) + sent * expert_elements(hidden, moe.ffn_hidden_size)
     multiplied = experts + roof.products_s(here, products, each, each)
     beside = elements * each * rates.traffic / roof.bytes_s
-    attention = _attention_seconds(config, choice, here, workload, cluster)
+    attention, attention_backward = _attention_seconds(config, choice, here, workload, cluster)
     gather = all_gather_s(cluster, here * hidden * each, choice.tp, 1)
     context = _context_seconds(config, choice, tokens, workload, cluster)
     launch = rates.expert_layer_s + _sequence_launch(choice, tokens, workload, cluster)
@@ -237,7 +238,7 @@ def _expert_layer(
     # Of the two halves only attention is cut by tensor parallel.
     forward = Pass(multiplied + beside + attention, launch, GATHERS * gather, context, exchange, 0.0)
     backward = Pass(
-        compute=_backward(multiplied, beside, frozen) + ATTENTION_BACKWARD * attention,
+        compute=_backward(multiplied, beside, frozen) + attention_backward,
         launch=BACKWARD * launch,
         tensor=(GATHERS if frozen else GATHERS_BACKWARD) * gather,
         context=2 * context,
@@ -258,11 +259,22 @@ def _context_seconds(config: ModelConfig, choice: Layouts, tokens: Any, workload
     return all_gather_s(cluster, tokens * kv, choice.cp, choice.tp) * (choice.cp > 1)
 
 
-def _attention_seconds(config: ModelConfig, choice: Layouts, here: Any, workload: Workload, cluster: Cluster) -> Any:
-    """The core of one layer's attention, forward."""
+def _attention_seconds(
+    config: ModelConfig, choice: Layouts, here: Any, workload: Workload, cluster: Cluster
+) -> tuple[Any, Any]:
+    """The core of one layer's attention, forward and backward; where some layers' is linear, of a layer on average.
+
+    That is multiplied in float32, by torch (models/delta_net.py), which keeps what backward needs of it.
+    """
     lengths = np.maximum(np.round(workload.responses.grid + workload.prompt_tokens), 1).astype(np.int64)
-    each = forward_flops(config, lengths).attention / float(lengths.sum()) / config.num_layers
-    return here / choice.tp * each / (cluster.device.product_flops(workload.dtype) * cluster.rates.attention)
+    own, device = here / choice.tp, cluster.device
+    each = forward_flops(replace(config, delta=None), lengths).attention / float(lengths.sum()) / config.num_layers
+    full = own * each / (device.product_flops(workload.dtype) * cluster.rates.attention)
+    if config.delta is None:
+        return full, ATTENTION_BACKWARD * full
+    chunked = 2 * linear_share(config) * chunked_multiplications(config.delta)
+    linear = own * chunked / (device.product_flops("float32") * cluster.rates.attention)
+    return full + linear, ATTENTION_BACKWARD * full + BACKWARD * linear
 
 
 def _head_seconds(

@@ -21,6 +21,7 @@ from megarl.placement.layers import GRADIENT_BYTES
 from megarl.placement.sizes import Sizes, adapter_sizes, kv_bytes, model_sizes, whole_parameters
 from megarl.placement.space import FULL, Layouts, Servers
 from megarl.placement.stages import Stage, stages
+from megarl.placement.states import StatePool, slots_in, state_bytes
 from megarl.recipe.roles import Lora
 
 # Master weights where the weights themselves are not float32, and Adam's two moments.
@@ -217,17 +218,21 @@ def _chunk(counting: Counting, columns: Any) -> Any:
 
 @dataclass(frozen=True)
 class ServerBytes:
-    """[N] bytes on one device of a server. cache_tokens: tokens that the whole server's KV cache holds."""
+    """[N] bytes on one device of a server. cache: keys and values. states: of linear attention. cache_tokens: tokens that the
+    whole server's KV cache holds. most_running: sequences that it has states for; infinite where it needs none.
+    """
 
     weights: Any
     cache: Any
+    states: Any
     other: float
     cache_tokens: Any
+    most_running: Any
 
     @property
     def total(self) -> Any:
         """All that it holds while awake."""
-        return self.weights + self.cache + self.other
+        return self.weights + self.cache + self.states + self.other
 
 
 def server_bytes(
@@ -237,11 +242,13 @@ def server_bytes(
     bytes_each: int,
     whole: float | None = None,
     most_tokens: int | None = None,
+    pool: StatePool = StatePool(),  # noqa: B008
 ) -> ServerBytes:
-    """Bytes of a server under every choice: what its share of the device leaves beside the weights is KV cache.
+    """Bytes of a server under every choice: what its share of the device leaves beside the weights is KV cache, and states.
 
     bytes_each: of one element of the cache. whole: of all weights; default: as many bytes for each of them. most_tokens: that
     the cache is told to hold: SGLang takes the less of them and its share; where processes stand for devices, just them.
+    pool: of states.
     """
     total = model_sizes(config).total
     whole = total * bytes_each if whole is None else whole
@@ -249,10 +256,16 @@ def server_bytes(
     uncut = whole / total * whole_parameters(config, config.num_layers, len(config.moe_layers), fused=True)
     weights = uncut + (whole - uncut) / choice.tp
     share = choice.share * cluster.device.memory_bytes
-    cache = np.maximum(share - weights - cluster.rates.server_bytes, 0.0)
+    room = np.maximum(share - weights - cluster.rates.server_bytes, 0.0)
+    states, most_running = np.zeros(len(choice)), np.full(len(choice), np.inf)
+    if config.delta is not None:
+        slot = state_bytes(config, choice.tp, pool.element_bytes)
+        slots = slots_in(pool, room, slot)
+        states, most_running = (slots + 1) * slot, slots // pool.each
+    cache = np.maximum(room - states, 0.0)
     each = kv_bytes(config, choice.tp, bytes_each)
     if most_tokens is not None:
         # A little more, so that rounding takes no token away.
         told = most_tokens * each * (1 + 1e-9)
         cache = np.minimum(cache, told) if cluster.device.offloads_to_host else told
-    return ServerBytes(weights, cache, cluster.rates.server_bytes, np.floor(cache / each))
+    return ServerBytes(weights, cache, states, cluster.rates.server_bytes, np.floor(cache / each), most_running)

@@ -23,7 +23,7 @@ def own_placement(recipe: Recipe, workload: Workload, cluster: Cluster) -> Own:
             if role in workload.models:
                 check_layout(workload.models[role], layout, f"{role}.parallel")
         plan_batches(recipe)
-        check_server_layout(workload.models[ROLLOUT], recipe.rollout.tp)
+        check_server_layout(workload.models[ROLLOUT], recipe.rollout.tp, pads=cluster.device.pads_servers)
     except UserError as error:
         return Own(None, str(error))
     ranks, servers = recipe.cluster.devices, recipe.rollout.server_devices

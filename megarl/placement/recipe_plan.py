@@ -158,7 +158,7 @@ def _rollout_table(
     choice = Servers(np.array([devices], np.int64) if devices else used, tp, np.array([fraction]), used)
     offloaded = cluster.device.offloads_to_host and bool(settings.offload)
     held = served_bytes(choice, workload, cluster)
-    parts = {"weights": held.weights, "kv_cache": held.cache}
+    parts = {"weights": held.weights, "kv_cache": held.cache + held.states}
     stays = sum(size for part, size in parts.items() if part not in settings.offload)
     table = price_rollout(choice, np.array([offloaded]), workload, cluster, across=across, stays=stays)
     return replace(table, per_device=per_device)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megarl.models.config import Delta, ModelConfig
+from megarl.placement.activations import CHUNK
 from megarl.placement.cluster import Cluster
 from megarl.placement.sizes import linear_share
 
@@ -74,6 +75,18 @@ def _mixed_products(config: ModelConfig, delta: Delta, full: Products, tp: Any) 
     averaged: Products = [(inner, (1 - share) * columns) for inner, columns in full]
     averaged += [(hidden, share * delta.num_key_heads * delta.columns / np.asarray(tp)), (values, share * hidden)]
     return averaged
+
+
+def chunked_multiplications(delta: Delta) -> float:
+    """Of one token in one layer's Gated DeltaNet, in chunks as training has them (models/delta_net.py); the convolution's too.
+
+    Each key head: keys by keys, and by queries. Each value head: the triangular system, what queries read within the chunk; and
+    the state, which forgets, is read and is written.
+    """
+    keys, values, near = delta.num_key_heads, delta.num_value_heads, CHUNK * delta.key_dim
+    solved, inside = CHUNK * (delta.key_dim + delta.value_dim) / 2, CHUNK * delta.value_dim
+    convolved = keys * delta.mixed * delta.conv_width
+    return 2 * keys * near + values * (solved + inside + 3 * delta.key_dim * delta.value_dim) + convolved
 
 
 def mlp_products(hidden: int, width: float, tp: Any) -> Products:

@@ -225,18 +225,19 @@ def servers(
     *,
     spanning: bool = False,
     fewer: bool = False,
+    pads: bool = False,
 ) -> Servers:
     """Every number and size of servers that the model and the numbers of devices allow.
 
     spanning: each larger than tp's sizes, up to several nodes. fewer: also on half of a pool's devices, a quarter and so on,
-    which is worth it only where devices share cores.
+    which is worth it only where devices share cores. pads: see `cuts_servers`.
     """
     allowed = [size for size in space.tp if node % size == 0]
     if spanning:
         powers = (2**power for power in range(node.bit_length()))
         allowed = [size for size in powers if size > max(space.tp) and node % size == 0]
         allowed += [node * nodes for nodes in space.server_nodes]
-    sizes = [size for size in allowed if cuts_servers(config, size)]
+    sizes = [size for size in allowed if cuts_servers(config, size, pads=pads)]
     rows = [
         (devices, tp, share, used)
         for devices, tp, share in product(pool_sizes, sizes, space.memory_shares)

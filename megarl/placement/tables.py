@@ -218,7 +218,15 @@ def rollout_table(
         space = replace(space, memory_shares=(workload.server_share,))
     fewer = bool(np.isfinite(rates.servers_at_once))
     for spanning in (False, True):
-        choice = servers(space, config, pool_sizes, cluster.devices_per_node, spanning=spanning, fewer=fewer)
+        choice = servers(
+            space,
+            config,
+            pool_sizes,
+            cluster.devices_per_node,
+            spanning=spanning,
+            fewer=fewer,
+            pads=cluster.device.pads_servers,
+        )
         held = served_bytes(choice, workload, cluster)
         seconds = rollout_seconds(config, choice, held, workload, cluster)
         works = np.flatnonzero(np.isfinite(seconds.total))
@@ -300,7 +308,13 @@ def held_bytes(role: str, choice: Layouts, workload: Workload, cluster: Cluster)
 def served_bytes(choice: Servers, workload: Workload, cluster: Cluster) -> ServerBytes:
     """Bytes of the workload's servers under every choice."""
     return server_bytes(
-        workload.models[ROLLOUT], choice, cluster, workload.bytes_each, workload.served_weights, workload.kv_tokens
+        workload.models[ROLLOUT],
+        choice,
+        cluster,
+        workload.bytes_each,
+        workload.served_weights,
+        workload.kv_tokens,
+        workload.states,
     )
 
 

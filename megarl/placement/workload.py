@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ from megarl.models.context import SAMPLE_PARTS, check_context
 from megarl.models.hf_config import parse_model_config
 from megarl.placement.lengths import Lengths, assumed_lengths
 from megarl.placement.sizes import model_sizes
+from megarl.placement.states import StatePool, state_pool
 from megarl.recipe.batch import uneven_mini_batch
 from megarl.recipe.functions import asked
 from megarl.recipe.roles import Lora
@@ -52,6 +53,7 @@ class Workload:
     kv_tokens, server_share: what the recipe itself says of a server's cache, and of its share of a device's memory. transport:
     how weights go to servers. async_save: whether checkpoints are written beside the training. teacher_top: of how many of a
     teacher's likeliest tokens at each position the actor is given log-probs; 0: of none.
+    states: how servers keep those of linear attention.
     """
 
     models: Mapping[str, ModelConfig]
@@ -78,6 +80,7 @@ class Workload:
     async_save: bool = False
     tied: bool = False
     teacher_top: int = 0
+    states: StatePool = field(default_factory=StatePool)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -180,6 +183,7 @@ def recipe_workload(
         async_save=recipe.train.async_save,
         tied=REFERENCE in models and is_tied(recipe),
         teacher_top=recipe.algorithm.distill_top_k if taught else 0,
+        states=state_pool(rollout.server_args, rollout.max_running_requests),
     )
 
 

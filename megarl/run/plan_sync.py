@@ -40,7 +40,7 @@ def run_plan_sync(path: Path, overrides: list[str], cluster: Cluster, *, as_text
         console.print(note, highlight=False)
     check_layout(models.policy, role_layouts(recipe)["actor"], "actor.parallel")
     if recipe.rollout.external is None:
-        check_server_layout(models.policy, recipe.rollout.tp)
+        check_server_layout(models.policy, recipe.rollout.tp, pads=cluster.device.pads_servers)
     if transport_of(recipe) == "adapters":
         _print_adapters(recipe, models.policy, cluster, console, as_text=as_text)
         return

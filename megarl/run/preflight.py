@@ -140,7 +140,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
     check_room_beside(recipe, platform, here=here)
     for file in filter(None, (recipe.data.train, recipe.data.eval)):
         check_rows(file, recipe.data, answered=recipe.agent is None)
-    model, tool_tokens = (_check_model(recipe), 0) if replays else _check_generation(recipe)
+    model, tool_tokens = (_check_model(recipe), 0) if replays else _check_generation(recipe, platform)
     _check_sync(recipe, model)
     check_roles(recipe, model)
     check_experts(recipe, model, platform)
@@ -187,7 +187,7 @@ def preflight_eval(recipe: Recipe) -> Preflight:
         _check_writable(recipe.run.folder)
         platform = check_devices(recipe)
         check_rows(recipe.data.eval, recipe.data, answered=recipe.agent is None)
-        model, tool_tokens = _check_generation(recipe)
+        model, tool_tokens = _check_generation(recipe, platform)
         if not platform.serves_fp8:
             _refuse_fp8(recipe, model, f"SGLang on {platform.name} cannot serve them")
         held_out, notes = _eval_rows(recipe, model, tool_tokens)
@@ -329,10 +329,10 @@ def _check_report(recipe: AnyRecipe) -> None:
         )
 
 
-def _check_generation(recipe: Recipe) -> tuple[ModelConfig, int]:
+def _check_generation(recipe: Recipe, platform: Platform) -> tuple[ModelConfig, int]:
     """The model, the servers' layout, the graders, and the agent, with what its tools take of prompts."""
     model = _check_model(recipe)
-    check_server_layout(model, recipe.rollout.tp)
+    check_server_layout(model, recipe.rollout.tp, pads=platform.pads_weights)
     check_graders(recipe.reward)
     if recipe.agent is None:
         return model, 0

@@ -66,7 +66,7 @@ def run_serve(settings: ServeSettings) -> None:
     config, platform = check_model_folder(folder), get_platform()
     longest = check_alone(folder, config, platform, settings.dtype)
     check_calls("--tool-parser", settings.tool_parser, config)
-    check_server_layout(config, settings.tp, "--tp")
+    check_server_layout(config, settings.tp, "--tp", pads=platform.pads_weights)
     here = num_local_devices(platform)
     if here is not None and settings.tp > here:
         raise UserError(f"--tp {settings.tp}: this machine shows {here} devices. Take at most as many.")

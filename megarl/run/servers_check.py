@@ -21,6 +21,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.models.config import ModelConfig
 from megarl.models.fp8_weights import check_servable
 from megarl.models.hf_layers import period_of
+from megarl.models.layout_check import NO_HEAD_DIM
 from megarl.models.lora_served import ServedLora, served_lora
 from megarl.models.lora_settings import LoraSettings
 from megarl.recipe.rollout_rules import longest_served
@@ -41,8 +42,6 @@ ATTENTION = "-attention-backend"  # and of prefill and decode apart
 SLIDING_FAMILIES = ("gemma3", "gpt_oss", "olmo3", "exaone4")  # whose windows SGLang keeps to
 HEAD_EPS = {"exaone4": 1e-6}  # of norms of queries and keys that SGLang gives no other (models/exaone4.py)
 PERIODIC = ("exaone4",)  # families of which SGLang counts the layers with windows
-# Families that SGLang builds without it.
-NO_HEAD_DIM = ("qwen2_moe", "mixtral", "olmo2", "olmo3", "exaone4", "olmoe", "granitemoe")
 # Families that SGLang builds with a head of its own, and those whose head it does not load.
 OWN_HEADS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_lite", "gpt_oss", "olmoe")
 TIED_HEADS = ("gemma3",)

@@ -122,6 +122,7 @@ class ServerSpec:
             *(platform.offload_server_args if self.offloaded else ()),
             *(platform.deterministic_server_args if self.deterministic else ()),
             *(platform.lora_server_args if self.lora is not None else ()),
+            *(server_models.attention_flags(self.model) if platform.has_device_memory else ()),
             *self.flags(host, port),
         ]
 

@@ -59,6 +59,18 @@ def missing_settings(model: Path) -> dict[str, object]:
     return missing | (_of_hybrid(config) if HYBRID in names else {})
 
 
+def attention_flags(model: Path) -> tuple[str, ...]:
+    """The attention that devices' servers are told where the model has windows that SGLang keeps to with some kernels alone.
+
+    It ends before its start where none of them is named (0.5.21, arg_groups/model_hook.py): of these Triton's is for all devices.
+    """
+    config = _config(model)
+    if HYBRID not in (config.get("architectures") or ()):
+        return ()
+    pattern = _of_hybrid(config).get(PATTERN, config.get(PATTERN, PERIOD))
+    return () if pattern is None else ("--attention-backend", "triton")
+
+
 def _of_hybrid(config: dict[str, Any]) -> dict[str, object]:
     """What SGLang would take otherwise: the base, and which layers have windows and positions. No pattern: all have these."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}

@@ -3,8 +3,9 @@
 Each kind has a process of its own, a copy of this one, which meets Megatron there.
 fused: Megatron's own Transformer Engine layers, over a fake of that package with the real one's names and signatures
 (tests/support/fake_transformer_engine.py). torch: our layers, as CUDA has them where Transformer Engine is not installed.
-`built`: every role of every recipe of a real model, on torch's meta device, at ranks that together hold every part of it; the
-process groups are torch's fake ones. `ran`: updates of small models, one rank, all of the engine real but the kernels.
+`built`: every role of every recipe of a real model, and models of families without a recipe, on torch's meta device, at ranks
+that together hold every part of it; the process groups are torch's fake ones. `ran`: updates of small models, one rank, all
+of the engine real but the kernels.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from megarl.recipe.roles import Lora, Optimizer
 from megarl.training.rank import Rank
 from megarl.training.spec import PolicyObjective, RoleSpec
 from tests.support import fake_transformer_engine
+from tests.support.large import LAYOUTS, large_model
 from tests.support.tiny import longrope, write_tiny_model
 from tests.training.samples import examples, shards
 
@@ -64,6 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {},
     "ministral3": {},
     "granite": {},
+    "granitemoe": {},
     "qwen3_moe": {},
     "mixtral": {},
     "deepseek_v3": {},
@@ -83,14 +86,16 @@ READ = ("plain", "adapters", "adapters behind norms")
 FEW = 4
 ROLE = "actor"
 KINDS = ("fused", "torch")
-# A published model of a family that no recipe has, at a layout that cuts all it has; its first layers are enough.
+# A published model of a family that no recipe has, at a layout that cuts all it has; its first layers are enough. More: LAYOUTS.
 GLM = "zai-org/GLM-4.5-Air", Layout(tp=2, pp=2, ep=8, sequence_parallel=True, world_size=16)
 
 
 def cases() -> Iterator[tuple[str, ModelConfig, Layout]]:
-    """Every role of every recipe of a real model; roles that are built alike once. And GLM-4.5-Air."""
+    """Every role of every recipe of a real model; roles that are built alike once. And models of families without a recipe."""
     seen = set()
     yield GLM[0], shortened(read_model(FOLDER / GLM[0])), GLM[1]
+    for family, layout in LAYOUTS.items():
+        yield family, shortened(large_model(family)), layout
     for file in sorted(RECIPES.glob("*.yaml")):
         if file.stem.startswith("quickstart"):
             continue
@@ -108,8 +113,9 @@ def cases() -> Iterator[tuple[str, ModelConfig, Layout]]:
 
 def shortened(config: ModelConfig) -> ModelConfig:
     """The model's first layers."""
-    assert not config.local_layers
-    return replace(config, num_layers=FEW, moe_layers=config.moe_layers & frozenset(range(FEW)))
+    first = frozenset(range(FEW))
+    kinds = ("moe_layers", "local_layers", "linear_layers", "unrotated_layers")
+    return replace(config, num_layers=FEW, **{kind: getattr(config, kind) & first for kind in kinds})
 
 
 def covering(config: ModelConfig, layout: Layout) -> list[int]:

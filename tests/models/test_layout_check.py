@@ -109,6 +109,20 @@ def test_servers_repeat_no_heads_that_are_normed_together() -> None:
     assert [tp for tp in (1, 2, 4) if cuts_servers(olmoe, tp)] == [1]
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "granitemoe", "exaone4"])
+def test_servers_on_a_cpu_that_would_make_heads_narrower_are_refused(family: str) -> None:
+    """SGLang 0.5.21 fills the two key-value heads up to four, and eight heads to sixteen, each half as wide."""
+    config = replace(DENSE, family=family, architecture="AnyForCausalLM")
+    check_server_layout(config, 4)
+    check_server_layout(config, 2, pads=True)
+    check_server_layout(replace(DENSE, family="granite"), 4, pads=True)
+    with pytest.raises(
+        UserError, match=r"^--tp 4: the model has 2 key-value heads, and on a CPU .* Sizes that work: 1, 2\."
+    ):
+        check_server_layout(config, 4, "--tp", pads=True)
+    assert [tp for tp in (1, 2, 4) if cuts_servers(config, tp, pads=True)] == [1, 2]
+
+
 def test_servers_cut_linear_attention_by_its_key_heads() -> None:
     check_server_layout(LINEAR, 4)
     with pytest.raises(UserError, match=r"rollout\.tp 8 does not divide the model.* Sizes that work: 1, 2, 4\."):

@@ -17,6 +17,7 @@ from megarl.placement.own import own_placement
 from megarl.placement.placed import PlacementPlan
 from megarl.placement.recipe_plan import check_fits, predict_recipe, too_full
 from megarl.placement.sizes import model_sizes
+from megarl.placement.states import StatePool
 from megarl.placement.workload import ROLLOUT, read_model, recipe_workload
 from megarl.recipe.batch import plan_batches
 from megarl.recipe.layouts import pools_of, role_layouts
@@ -307,6 +308,11 @@ def test_the_servers_share_that_the_recipe_gives_is_the_plans(tmp_path: Path) ->
     wrong = recipe(tmp_path, *LARGE, "rollout.server_args=[--mem-fraction-static, much]")
     with pytest.raises(UserError, match="--mem-fraction-static much: it is the share of a device's"):
         recipe_workload(wrong, read_model(tmp_path))
+
+
+def test_what_a_recipe_says_of_its_servers_states_is_planned(tmp_path: Path) -> None:
+    before = recipe(tmp_path, *LARGE, "rollout.server_args=[--max-mamba-cache-size, '90']")
+    assert recipe_workload(before, read_model(tmp_path)).states == StatePool(slots=90)
 
 
 def test_the_pools_of_a_plan_share_out_a_mini_batch(tmp_path: Path) -> None:

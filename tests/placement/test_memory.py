@@ -217,6 +217,7 @@ def test_the_table_of_devices_cuts_as_the_engine_does() -> None:
         kernels = DEVICES[device].kernels
         assert kernels.chunk_elements == platform.chunk_elements
         assert kernels.sums_in_copies == (platform.backend == "gloo")
+        assert DEVICES[device].pads_servers == platform.pads_weights
     assert not DEVICES["cpu"].kernels.fused and not get_platform("cpu").has_transformer_engine
 
 

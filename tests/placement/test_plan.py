@@ -15,7 +15,7 @@ from rich.console import Console
 
 from megarl.core.errors import UserError
 from megarl.placement.cluster import Cluster, make_cluster
-from megarl.placement.devices import GIB
+from megarl.placement.devices import DEVICES, GIB
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import lognormal
 from megarl.placement.page import gantt, page
@@ -86,6 +86,17 @@ def test_servers_that_samples_of_other_steps_fill_are_chosen_by_how_fast_they_ar
         costs = table.flowing.cost[:, 3] if staleness else table.separate.cost[:, 0]
         assert costs.min() == pytest.approx(least + sync_seconds(LLAMA_7B, some, CLUSTER)[0])
     assert every.tp[seconds.flow.argmin()] < every.tp[seconds.total.argmin()]
+
+
+def test_servers_on_processes_are_cut_as_sglang_can_there() -> None:
+    few = replace(QWEN_7B, family="mixtral", num_kv_heads=1)
+    work = workload(few, roles=("actor", "rollout"), responses=lognormal(8, 0.1, 16), longest_sample=32, kv_tokens=64)
+
+    def sizes(device: str) -> set[int]:
+        cluster = replace(make_cluster(device, 1, 4), device=replace(DEVICES[device], memory_bytes=1e12))
+        return set(rollout_table(work, cluster, Space(), (4,)).servers.tp.tolist())
+
+    assert sizes("cpu") == {1} and sizes("H100") > {1}
 
 
 def test_why_a_placement_lost_is_not_said_of_one_that_is_faster() -> None:

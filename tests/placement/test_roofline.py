@@ -15,14 +15,16 @@ from megarl.placement.cluster import make_cluster
 from megarl.placement.compute import score_seconds, update_seconds
 from megarl.placement.devices import DEVICES, WITHOUT_NVLINK
 from megarl.placement.generation import rollout_seconds, step_model
+from megarl.placement.layers import _attention_seconds
 from megarl.placement.lengths import lognormal
 from megarl.placement.links import all_reduce_s, server_reduce_s
 from megarl.placement.memory import server_bytes
 from megarl.placement.rates import RATES
-from megarl.placement.roofline import Roof, attention_products, mlp_products, training_roof
+from megarl.placement.roofline import Roof, attention_products, chunked_multiplications, mlp_products, training_roof
 from megarl.placement.sizes import model_sizes
 from tests.placement.samples import LATENT, QWEN_7B, QWEN_30B_A3B, workload
 from tests.placement.test_models_of_cost import choice, servers
+from tests.support.large import large_model
 
 GPUS = [name for name, device in DEVICES.items() if device.queues]
 
@@ -40,6 +42,22 @@ def test_the_products_of_a_layer_are_its_parameters(config) -> None:  # type: ig
     products = attention_products(config, 1) + mlp_products(config.hidden_size, config.ffn_hidden_size, 1)
     sizes = model_sizes(config)
     assert sum(inner * columns for inner, columns in products) == sizes.attention + sizes.dense_mlp
+
+
+def test_linear_attention_multiplies_in_chunks_and_in_float32() -> None:
+    config, h100 = large_model("qwen3_5"), make_cluster("H100", 1)
+    assert config.delta is not None
+    # 16 key heads: keys by keys and by queries. 32 value heads: a system of 64 rows, half of it zeros, with 256 columns; what
+    # queries read of 64 tokens; three times the state of 128 x 128. Four tokens of 8,192 channels.
+    by_hand = 16 * 2 * 64 * 128 + 32 * (64 * 256 / 2 + 64 * 128 + 3 * 128 * 128) + 4 * 8192
+    assert chunked_multiplications(config.delta) == by_hand == 2_392_064
+    work = workload(config, prompt_tokens=0.0, responses=lognormal(1e-3, 0.1, 1))  # no token sees another
+    layout, tokens = choice(1, tp=1), 8192.0
+    forward, backward = _attention_seconds(config, layout, tokens, work, h100)
+    rate = h100.rates.attention
+    full = tokens * 4 * 16 * 256 / 4 / (h100.device.product_flops("bfloat16") * rate)
+    linear = tokens * 2 * by_hand * 3 / 4 / (h100.device.fp32_flops * rate)
+    assert forward[0] == pytest.approx(full + linear) and backward[0] == pytest.approx(3.5 * full + 2 * linear)
 
 
 def test_key_value_heads_are_repeated_where_they_are_few() -> None:

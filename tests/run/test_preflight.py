@@ -27,7 +27,7 @@ from megarl.run.rows_check import check_graded
 from megarl.training.run_checkpoints import Checkpoints
 from tests.support.bad_input import ALL, GOOD_PAIR, ODD, PAIRS, Bad, Place, good_place, pairs_place
 from tests.support.fp8 import write_fp8
-from tests.support.tiny import write_tiny_qwen
+from tests.support.tiny import write_tiny_model, write_tiny_qwen
 
 
 @pytest.fixture(scope="session")
@@ -314,6 +314,14 @@ def test_adapters_of_linears_that_the_model_lacks_are_refused_before_anything_st
         UserError, match=r"^actor\.lora\.targets names linear_q_proj, and .* Choose among linear_qkv, linear_proj,"
     ):
         run(place, "actor.lora={targets: [linear_proj, linear_q_proj]}")
+
+
+def test_servers_whose_heads_would_get_narrower_on_a_cpu_are_refused(tmp_path: Path) -> None:
+    """Else SGLang ends at the first request, and nobody says why."""
+    mixtral = write_tiny_model(tmp_path / "source" / "model", "mixtral", num_key_value_heads=1)
+    place = good_place(tmp_path, mixtral)
+    with pytest.raises(UserError, match=r"^rollout\.tp 2: the model has 1 key-value heads, and on a CPU .* work: 1\."):
+        run(place, "rollout.tp=2")
 
 
 def test_a_reward_model_generates_nothing(place: Place) -> None:

@@ -1,4 +1,5 @@
-"""Flags of CUDA's servers, settled by SGLang's own code for every recipe of a real model, as on a node of 8 H100.
+"""Flags of CUDA's servers, settled by SGLang's own code for every recipe of a real model, as on a node of 8 H100; and for models
+of families without a recipe.
 
 All of it but the devices is real: parser, model configs, defaults by model and machine, and the checks that come last before a
 server's processes start (tests/support/sglang_fake_h100.py).
@@ -11,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,18 +25,23 @@ from megarl.core.platform import CPU_ENV, CUDA_SHARED, SETTING_SHARED, get_platf
 from megarl.models.config import ModelConfig
 from megarl.models.fp8_weights import check_servable
 from megarl.models.known_configs import known_config
+from megarl.models.layout_check import cuts_servers
 from megarl.models.lora_served import FAMILIES, served_lora
 from megarl.models.lora_settings import LoraSettings
+from megarl.placement.states import StatePool
 from megarl.placement.workload import FRACTION_FLAG, read_model
 from megarl.recipe.load import load_recipe
 from megarl.run.server_spec import server_spec
 from megarl.run.servers_check import SEPARATE_EXPERTS
 from megarl.serving.server import ServerSpec, Span
 from megarl.serving.server_flags import SPARE_TOKENS
+from tests.support.large import SIZES as LARGE
+from tests.support.large import write_large
 
 CUDA = get_platform("cuda")
 RECIPES = Path(megarl.__file__).parent.parent / "recipes"
-NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("quickstart"))
+RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("quickstart"))
+NAMES = [*RECIPE_NAMES, *LARGE]
 SHARES = {"shares_devices": True}
 SLEEPS = {**SHARES, "offloaded": True}
 ONE_OF_FOUR = {"span": Span(4, 1, "10.0.0.1:29000"), "tp": 32}
@@ -72,6 +79,18 @@ FORMS = {
     for backend in CUDA.deterministic_attention
 }
 FORMS |= {f"with {flag}": Asked({"extra": (flag,)}, {}) for flag in SETTING_SHARED}
+# Of models without a recipe, what their layers may have to do with.
+OF_LARGE = ("apart", "shared devices", "offloaded", "kv tokens", *(form for form in FORMS if "deterministic" in form))
+# What comes of the layers themselves: kernels for windows; states in as many copies as the plan counts (placement/states.py).
+SETTLED = {
+    "exaone4": {"attention_backend": "triton"},
+    "qwen3_5": {
+        "mamba_radix_cache_strategy": "extra_buffer",
+        "mamba_full_memory_ratio": StatePool().over_cache,
+        "disable_overlap_schedule": False,
+        "max_mamba_cache_size": None,
+    },
+}
 FP8 = Asked({**SLEEPS, "quantized": True}, {"load_format": "dummy", "enable_memory_saver": True})
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a flag that is none": ({"extra": ("--no-such-flag",)}, "SystemExit"),
@@ -85,8 +104,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @functools.cache
+def large_folders() -> tempfile.TemporaryDirectory[str]:
+    """What holds the config.json of models without a recipe, as long as this process lives."""
+    made = tempfile.TemporaryDirectory()
+    for family in LARGE:
+        write_large(Path(made.name) / family, family)
+    return made
+
+
+@functools.cache
 def own_spec(name: str) -> ServerSpec:
     """What the recipe's own servers would be told on devices of their own, of a model that is known by its config.json."""
+    if name in LARGE:
+        folder = Path(large_folders().name) / name
+        tp = 2 if cuts_servers(read_model(folder), 2) else 1
+        return replace(own_spec(RECIPE_NAMES[0]), model=folder, tp=tp, context_length=2048)
     recipe = load_recipe(RECIPES / f"{name}.yaml").recipe
     config = known_config(recipe.model.path)
     assert config is not None, recipe.model.path
@@ -102,6 +134,8 @@ def _share(spec: ServerSpec) -> str | None:
 
 def on_ranks_devices(name: str) -> Asked | None:
     """What a recipe's own servers are told where they take turns with its ranks; None where they do not."""
+    if name in LARGE:
+        return None
     spec = server_spec(load_recipe(RECIPES / f"{name}.yaml").recipe)
     share = _share(spec)
     assert spec.offloaded == (share is not None), "else they take 0.3 of it, and the ranks sleep meanwhile"
@@ -115,7 +149,7 @@ def on_ranks_devices(name: str) -> Asked | None:
 def forms(name: str) -> dict[str, Asked]:
     """All that megarl may make of the recipe's servers."""
     model = read_model(own_spec(name).model)
-    made = dict(FORMS)
+    made = dict(FORMS) if name not in LARGE else {form: FORMS[form] for form in OF_LARGE}
     if (own := on_ranks_devices(name)) is not None:
         made["its own"] = own
     if serves_fp8(model, own_spec(name).tp):
@@ -136,9 +170,12 @@ def serves_fp8(model: ModelConfig, tp: int) -> bool:
     return True
 
 
-def not_on_hopper(name: str, form: str) -> bool:
-    """SGLang 0.5.21 has fa4 for latent attention on Blackwell alone, and says so."""
-    return form.endswith("on fa4") and read_model(own_spec(name).model).mla is not None
+def refusal(name: str, form: str) -> str | None:
+    """What SGLang 0.5.21 says where a model cannot have an attention: fa4 has latents on Blackwell alone, and no EXAONE."""
+    model = read_model(own_spec(name).model)
+    if not form.endswith("on fa4"):
+        return None
+    return "requires SM100" if model.mla is not None else "is required for Exaone4" if name == "exaone4" else None
 
 
 @pytest.fixture(scope="module")
@@ -171,15 +208,16 @@ def test_sglang_takes_every_form_of_a_recipes_servers(name: str, answers: dict[s
     problems, otherwise = {}, {}
     for form, each in forms(name).items():
         answer = answers[f"{name} {form}"]
-        if not_on_hopper(name, form):
-            assert "requires SM100" in answer["problem"]
+        if (refused := refusal(name, form)) is not None:
+            assert refused in answer["problem"]
             continue
         if answer["problem"] is not None:
             problems[form] = answer["problem"]
             continue
-        found = {key: answer["settled"][key] for key in each.settled}
-        if found != each.settled:
-            otherwise[form] = (found, each.settled)
+        settled = each.settled | SETTLED.get(name, {}) if form == "apart" else each.settled
+        found = {key: answer["settled"][key] for key in settled}
+        if found != settled:
+            otherwise[form] = (found, settled)
     assert problems == {} and otherwise == {}
 
 
@@ -187,7 +225,7 @@ def test_sglang_takes_every_form_of_a_recipes_servers(name: str, answers: dict[s
 def test_a_server_has_the_nccl_that_the_ranks_have_or_is_not_reached_by_it(answers: dict[str, Any]) -> None:
     """Both are in the group that weights are broadcast in, where one side's settings have to be the other's."""
     fixed = {f"NCCL_{bound}_NCHANNELS" for bound in ("MIN", "MAX")}
-    for name, form in ((each, form) for each in NAMES for form in forms(each) if not not_on_hopper(each, form)):
+    for name, form in ((each, form) for each in NAMES for form in forms(each) if refusal(each, form) is None):
         nccl = answers[f"{name} {form}"]["nccl"]
         # What a flag sets to 1 is refused where the ranks do not have the same (recipe/sync_rules).
         expected = {key: CUDA.env[key] for key in CUDA_SHARED}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import DeepseekV3Config, GptOssConfig
 
+from megarl.core.platform import PlatformName, get_platform
 from megarl.models.families import FAMILIES
 from megarl.serving import server_models
 from megarl.serving.server import LONGER, ServerSpec
@@ -118,6 +119,20 @@ def test_sglang_is_told_the_base_and_the_pattern_of_exaone(tmp_path: Path) -> No
     no_window = published | {"layer_types": ["full_attention"] * 4, "sliding_window": None}
     assert told(**no_window) == {"sliding_window_pattern": None}
     assert told(**no_window | {"sliding_window_pattern": None}) == {}
+
+
+def test_servers_on_devices_are_told_an_attention_with_the_windows_of_exaone(tmp_path: Path) -> None:
+    """Without one SGLang ends before its start; what a recipe names comes behind it, and counts."""
+
+    def told(*extra: str, platform: PlatformName = "cuda", **keys: Any) -> list[str]:
+        model = folder(tmp_path, architectures=["Exaone4ForCausalLM"], num_hidden_layers=4, **keys)
+        words = ServerSpec(model, "bfloat16", extra=extra).words(get_platform(platform), "127.0.0.1", 1)
+        return [words[index + 1] for index, word in enumerate(words) if word == "--attention-backend"]
+
+    assert told() == told(sliding_window=8, sliding_window_pattern=2) == ["triton"]
+    assert told("--attention-backend", "fa3") == ["triton", "fa3"]
+    assert told(platform="cpu") == ["torch_native"]
+    assert told(sliding_window=None) == told(sliding_window=None, sliding_window_pattern=None) == []
 
 
 def test_sglang_is_told_the_limit_that_transformers_has_in_its_code(tmp_path: Path) -> None:

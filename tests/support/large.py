@@ -1,0 +1,79 @@
+"""Models as large as published ones, of families of which the package knows no published config; without weights.
+
+Sizes are transformers' own where they are a published model's (SmolLM3-3B, Qwen3.5-9B), and else those of OLMoE-1B-7B,
+EXAONE-4.0-32B and granite-3.1-3b-a800m.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.core.layout import Layout
+from megarl.models.config import ModelConfig
+from megarl.models.families import FAMILIES
+from megarl.models.hf_config import parse_model_config
+from tests.support.tiny import CONFIGS
+
+# What differs from transformers' own sizes.
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"eos_token_id": 248044},
+    "exaone4": {
+        "hidden_size": 5120,
+        "intermediate_size": 27392,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+    },
+    "smollm3": {},
+    "olmoe": {"intermediate_size": 1024},
+    "granitemoe": {
+        "vocab_size": 49155,
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 6.0,
+        "num_local_experts": 40,
+        "num_experts_per_tok": 8,
+    },
+}
+# That cut all they have.
+LAYOUTS = {
+    "qwen3_5": Layout(tp=4, pp=2, world_size=8),
+    "exaone4": Layout(tp=4, pp=2, sequence_parallel=True, world_size=8),
+    "smollm3": Layout(tp=4, pp=2, sequence_parallel=True, world_size=8),
+    "olmoe": Layout(tp=4, pp=2, ep=4, sequence_parallel=True, world_size=8),
+    "granitemoe": Layout(tp=4, pp=2, ep=8, sequence_parallel=True, world_size=16),
+}
+# Transformer Engine has norms neither behind attention nor over all heads, and no Gated DeltaNet.
+TORCH_ALONE = ("qwen3_5", "exaone4", "olmoe")
+
+
+def large_config(family: str) -> dict[str, Any]:
+    """A config.json."""
+    import transformers
+
+    settings: dict[str, Any] = getattr(transformers, CONFIGS[family])(**SIZES[family]).to_dict()
+    [architecture] = [name for name, each in FAMILIES.items() if each.name == family]
+    return settings | {"architectures": [architecture], "dtype": "bfloat16"}
+
+
+def large_model(family: str) -> ModelConfig:
+    """What megarl reads of it."""
+    return parse_model_config(large_config(family), Path(f"{family}/config.json"))
+
+
+def write_large(folder: Path, family: str) -> Path:
+    """The same as a folder, which is returned."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(large_config(family)))
+    return folder
