@@ -6,7 +6,6 @@ Both check everything from headers and configs before they write, and copy a pie
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from megarl.convert.job import Message
 from megarl.convert.processes import folder_bytes
 from megarl.convert.progress import ConversionProgress
 from megarl.convert.target import Target, apart, check_target, explained, followed, open_target
-from megarl.convert.tensor_copy import Wrote, write_replaced, write_tensors
+from megarl.convert.tensor_copy import Wrote, content_bytes, write_replaced, write_tensors
 from megarl.convert.text_config import text_config
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
@@ -44,6 +43,7 @@ from megarl.models.hf_files import (
     weight_files,
 )
 from megarl.models.hf_header import BITS
+from megarl.models.hf_stacked import one_by_one
 from megarl.models.multimodal import Multimodal, read_multimodal
 from megarl.models.rules import expected_tensors
 
@@ -89,18 +89,18 @@ def text_part(source: Path, target: Path, *, force: bool, console: Console) -> O
     """
     whole = _read_whole(source)
     files_beside(source)  # refuses those that cannot be read
-    sizes = {name: _num_bytes(info) for name, info in whole.index.items()}
-    with _writing("text-part", target, sum(sizes.values()), (source,), force, console) as (output, wrote):
+    total = sum(map(content_bytes, whole.index.values()))
+    with _writing("text-part", target, total, (source,), force, console) as (output, wrote):
         by_file = [{name: info for name, info in whole.index.items() if info.file == file} for file in whole.files]
         parts = [part for part in by_file if part]
         files = [SINGLE] if len(parts) == 1 else [_shard(i, len(parts)) for i in range(len(parts))]
         for file, part in zip(files, parts, strict=True):
             # Wide ones first, as the format's own writer has them: each begins at a multiple of its width.
             wide = sorted(part, key=lambda name: -BITS[part[name].dtype])
-            write_tensors(output.content / file, {name: part[name] for name in wide}, sizes, wrote)
+            write_tensors(output.content / file, {name: part[name] for name in wide}, wrote)
         if len(parts) > 1:
             weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
-            said = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+            said = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (output.content / INDEX).write_text(json.dumps(said, indent=1))
         (output.content / CONFIG).write_text(json.dumps(whole.raw, indent=2) + "\n")
         copy_beside(source, output.content)
@@ -123,8 +123,8 @@ def into_multimodal(text: Path, source: Path, target: Path, *, force: bool, cons
         check_readable(path)
     if left:
         console.print(f"not copied, as weights in other forms or code: {some(left)}", highlight=False, soft_wrap=True)
-    num_bytes = sum(file.stat().st_size for file in (*whole.files, *others))
-    with _writing("into-multimodal", target, num_bytes, (text, source), force, console) as (output, wrote):
+    total = sum(file.stat().st_size for file in (*whole.files, *others))
+    with _writing("into-multimodal", target, total, (text, source), force, console) as (output, wrote):
         for file in whole.files:
             place = output.content / file.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,8 @@ def _read_whole(folder: Path) -> Whole:
     if config.tied_embeddings and {HEAD, EMBEDDING} <= ours.keys() and not are_same(ours[HEAD], ours[EMBEDDING]):
         # The configs of Mistral 3 tie by default what their weights have apart; transformers goes by the weights.
         raw, config = {**raw, "tie_word_embeddings": False}, replace(config, tied_embeddings=False)
-    return Whole(folder, raw, config, names, check_index(expected_tensors(config), ours, folder, config))
+    check_index(expected_tensors(config), ours, folder, config)
+    return Whole(folder, raw, config, names, ours)
 
 
 def _replacements(text: Path, whole: Whole) -> dict[str, TensorInfo]:
@@ -188,6 +189,7 @@ def _replacements(text: Path, whole: Whole) -> dict[str, TensorInfo]:
     found = {name: index[name] for name in expected_tensors(config)}
     if HEAD in whole.names and HEAD not in found:
         found[HEAD] = index[EMBEDDING]  # a stored copy of a tied head
+    found = {name: info for both in found.items() for name, info in _as_in(whole, *both)}
     wrong = [
         f"{name} is {info.dtype} and {whole.index[name].dtype}"
         for name, info in found.items()
@@ -199,6 +201,18 @@ def _replacements(text: Path, whole: Whole) -> dict[str, TensorInfo]:
             "first, by `megarl convert mcore-to-hf RUN TEXT --dtype`."
         )
     return {whole.names[name]: info for name, info in found.items()}
+
+
+def _as_in(whole: Whole, name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    """A tensor of the text part; of one of all experts those that the multimodal folder has, where they lie there one by one."""
+    if name in whole.names:
+        yield name, info
+        return
+    offset = info.offset
+    for number, (each, shape) in enumerate(one_by_one(name, info.shape).items()):
+        part = info.parts[number] if info.parts else replace(info, shape=shape, offset=offset)
+        offset += content_bytes(part)
+        yield each, part
 
 
 @contextmanager
@@ -260,10 +274,6 @@ def _beside_weights(whole: Whole) -> tuple[list[Path], list[str]]:
             elif not any(part.startswith(".") for part in each.relative_to(whole.folder).parts):
                 kept.append(each)
     return kept, left
-
-
-def _num_bytes(info: TensorInfo) -> int:
-    return math.prod(info.shape) * BITS[info.dtype] // 8
 
 
 def _shard(number: int, count: int) -> str:

@@ -17,11 +17,13 @@ from megarl.models.config import ModelConfig
 from megarl.models.hf_fp8 import FP8, SCALE_DTYPES, scale_name
 from megarl.models.hf_header import BITS, read_header
 from megarl.models.hf_mxfp4 import GROUP, STORED, blocks_name, blocks_shape, scales_name
+from megarl.models.hf_stacked import ONE_TENSOR_FAMILIES, one_by_one
 
 SHOWN = 5
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_PREDICTION_LAYERS = 8
+PREDICTING_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # whose layers for further tokens are called mtp
 AGAIN = "Copy or export the model again."
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK_BYTES = 4 * 2**20
@@ -45,7 +47,11 @@ class Packed:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor on disk. scales: of an FP8 tensor. packed: of an MXFP4 tensor, whose file and offset are its blocks'."""
+    """One tensor on disk. scales: of an FP8 tensor. packed: of an MXFP4 tensor, whose file and offset are its blocks'.
+
+    parts: of a tensor of all experts that is not on disk itself: those whose rows it has, all of one shape and dtype, one below
+    the other; file and offset are the first one's.
+    """
 
     shape: tuple[int, ...]
     dtype: str  # as safetensors writes it: F32, BF16
@@ -53,6 +59,7 @@ class TensorInfo:
     offset: int  # of the first byte in the file
     scales: Scales | None = None
     packed: Packed | None = None
+    parts: tuple[TensorInfo, ...] = ()
 
 
 def read_index(folder: Path) -> dict[str, TensorInfo]:
@@ -149,6 +156,9 @@ def check_index(
 ) -> dict[str, TensorInfo]:
     """The same of an index that was read: its names are those of a folder of this config."""
     index = _with_packed(index, expected) if config.mxfp4 else index
+    whole, apart = expected, _apart(expected, index) if config.family in ONE_TENSOR_FAMILIES else {}
+    expected = {name: shape for name, shape in whole.items() if name not in apart}
+    expected |= {name: shape for parts in apart.values() for name, shape in parts.items()}
     problems: defaultdict[str, list[str]] = defaultdict(list)
     problems["missing"] = sorted(set(expected) - set(index))
     problems["not in the config"] = sorted(
@@ -166,6 +176,11 @@ def check_index(
             problems["of another type"].append(f"{name} is {info.dtype}, {_supported(info.dtype)}")
     if config.fp8_block is not None and not any(info.dtype == FP8 for info in found.values()):
         problems["not quantised"].append(f"config.json has a quantization_config, and no tensor is {FP8}")
+    problems["of several types"] = [
+        f"the experts of {name}"
+        for name, parts in apart.items()
+        if len({found[p].dtype for p in parts if p in found}) > 1
+    ]
     if config.mxfp4 and not any(info.packed for info in found.values()):
         problems["not quantised"].append("config.json has a quantization_config, and no experts are MXFP4")
     if any(problems.values()):
@@ -176,7 +191,18 @@ def check_index(
         )
     if config.tied_embeddings and HEAD in index and not are_same(index[HEAD], index[EMBEDDING]):
         raise untied(folder)
-    return index | found
+    joined = {name: _joined(whole[name], [found[each] for each in parts]) for name, parts in apart.items()}
+    return index | found | joined
+
+
+def _apart(expected: dict[str, tuple[int, ...]], index: dict[str, TensorInfo]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The tensors of all experts that are there one by one -> name and shape of each."""
+    found = {name: one_by_one(name, shape) for name, shape in expected.items() if name not in index}
+    return {name: parts for name, parts in found.items() if not parts.keys().isdisjoint(index)}
+
+
+def _joined(shape: tuple[int, ...], parts: list[TensorInfo]) -> TensorInfo:
+    return replace(parts[0], shape=shape, scales=None, parts=tuple(parts))
 
 
 def untied(folder: Path) -> UserError:
@@ -269,11 +295,11 @@ def _unused(index: dict[str, TensorInfo], config: ModelConfig) -> set[str]:
 
     A stored copy of a tied head, which is held against the embedding; rotary frequencies, which the config gives; and the
     layers behind the last that predict further tokens (DeepSeek-V3's multi-token prediction, known by their `eh_proj`), which
-    transformers leaves out too (and Qwen3.5's, by a name of their own).
+    transformers leaves out too (and those of the PREDICTING_FAMILIES, by a name of their own).
     """
     layers = range(config.num_layers, config.num_layers + MAX_PREDICTION_LAYERS)
     extra = [f"model.layers.{i}." for i in layers if f"model.layers.{i}.eh_proj.weight" in index]
-    extra += ["mtp."] if config.family == "qwen3_5" else []
+    extra += ["mtp."] if config.family in PREDICTING_FAMILIES else []
     unused = {name for name in index if name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(extra))}
     return unused | ({HEAD} if config.tied_embeddings else set())
 

@@ -50,6 +50,10 @@ DELTA_IN = (
     ("linear_attn.in_proj_b.weight", "value_heads hidden"),
     ("linear_attn.in_proj_a.weight", "value_heads hidden"),
 )
+DELTA_IN_TWO = (
+    ("linear_attn.in_proj_qkvz.weight", "delta_keys_to_gates hidden"),
+    ("linear_attn.in_proj_ba.weight", "delta_numbers hidden"),
+)
 QKV_BIAS = (
     ("self_attn.q_proj.bias", "queries"),
     ("self_attn.k_proj.bias", "keys"),
@@ -72,6 +76,10 @@ STACKED_GATE_UP = (
 STACKED_GATE_UP_BIAS = (
     ("mlp.experts.gate_up_proj_bias[0:2]", "expert_ffn"),
     ("mlp.experts.gate_up_proj_bias[1:2]", "expert_ffn"),
+)
+STACKED_ROWS_GATE_UP = (
+    ("mlp.experts.gate_up_proj[0/2]", "expert_ffn hidden"),
+    ("mlp.experts.gate_up_proj[1/2]", "expert_ffn hidden"),
 )
 GRANITE_GATE_UP = (
     ("block_sparse_moe.input_linear.weight[0/2]", "expert_ffn hidden"),
@@ -154,7 +162,8 @@ LAYER = (
     ),
     # ... or Gated DeltaNet in attention's place.
     Row("input_layernorm.weight", (("input_layernorm.weight", "hidden"),), when="delta"),
-    Row("self_attention.linear_in.weight", DELTA_IN, "rows", "key_heads", "delta"),
+    Row("self_attention.linear_in.weight", DELTA_IN, "rows", "key_heads", "delta delta_in_four"),
+    Row("self_attention.linear_in.weight", DELTA_IN_TWO, "rows", "key_heads", "delta delta_in_two"),
     Row(
         "self_attention.conv_weight",
         (("linear_attn.conv1d.weight", "delta_keys+delta_keys+delta_values one conv"),),
@@ -218,8 +227,8 @@ LAYER = (
         (("post_mlp_layernorm.weight", "hidden"),),
         when="glm4_norms dense",
     ),
-    # ... or experts, under four sets of HF names; in the last two, of which one has biases, those of a layer are one tensor.
-    Row("mlp.router.weight", (("mlp.gate.weight", "experts hidden"),), when="experts common_names"),
+    # ... or experts, under five sets of HF names; in the last three, of which one has biases, those of a layer are one tensor.
+    Row("mlp.router.weight", (("mlp.gate.weight", "experts hidden"),), when="experts common_router"),
     Row("mlp.router.weight", (("block_sparse_moe.gate.weight", "experts hidden"),), when="experts mixtral_names"),
     Row(
         "mlp.router.expert_bias",
@@ -241,6 +250,14 @@ LAYER = (
         (("block_sparse_moe.experts.{e}.w2.weight", "hidden expert_ffn"),),
         "columns",
         when="experts mixtral_names",
+        fused=GROUPED_FC2,
+    ),
+    Row(EXPERT_FC1, STACKED_ROWS_GATE_UP, "rows", "halves", "experts stacked_rows_names", GROUPED_FC1),
+    Row(
+        EXPERT_FC2,
+        (("mlp.experts.down_proj[0/1]", "hidden expert_ffn"),),
+        "columns",
+        when="experts stacked_rows_names",
         fused=GROUPED_FC2,
     ),
     Row(

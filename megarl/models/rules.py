@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megarl.models.config import ModelConfig
+from megarl.models.hf_stacked import ONE_TENSOR_FAMILIES
 from megarl.models.rule_table import EMBEDDING, FINAL_NORM, HEAD, LAYER, SCORE_HEAD, TIED_HEAD, Cut, Row
 
 # torch: our own layer spec. transformer_engine: fuses norms into the linears behind them, and groups experts.
@@ -167,9 +168,13 @@ def _source(name: str, names: str, sizes: dict[str, int], expert: int | None) ->
 def _features(config: ModelConfig, layer: int) -> frozenset[str]:
     """What a layer is made of, in the words of the table's `when`."""
     moe, mla = config.moe, config.mla
+    common_router = config.family not in ("mixtral", "granitemoe") and not (moe is not None and moe.biases)
+    stacked_rows = config.family in ONE_TENSOR_FAMILIES
     found = {
         "heads": mla is None and layer not in config.linear_layers,
         "delta": layer in config.linear_layers,
+        "delta_in_two": config.family == "qwen3_next",
+        "delta_in_four": config.family != "qwen3_next",
         "attention": layer not in config.linear_layers,
         "latent": mla is not None,
         "direct_queries": mla is not None and mla.q_rank is None,
@@ -190,7 +195,9 @@ def _features(config: ModelConfig, layer: int) -> frozenset[str]:
         "mixtral_names": config.family == "mixtral",
         "granite_names": config.family == "granitemoe",
         "stacked_names": moe is not None and moe.biases,
-        "common_names": config.family not in ("mixtral", "granitemoe") and not (moe is not None and moe.biases),
+        "stacked_rows_names": stacked_rows,
+        "common_names": common_router and not stacked_rows,
+        "common_router": common_router,
         "qkv_in_one": config.family == "phi3",
         "qkv_apart": config.family != "phi3",
         "gate_in_one": config.family in ("glm4", "phi3"),
@@ -231,6 +238,8 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
             "delta_keys": delta.num_key_heads * delta.key_dim,
             "delta_values": delta.num_value_heads * delta.value_dim,
             "delta_value": delta.value_dim,
+            "delta_keys_to_gates": 2 * (delta.num_key_heads * delta.key_dim + delta.num_value_heads * delta.value_dim),
+            "delta_numbers": 2 * delta.num_value_heads,
             "conv": delta.conv_width,
         }
     if config.moe is not None:

@@ -13,6 +13,8 @@ CONFIGS = {
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
     "qwen3_5": "Qwen3_5TextConfig",
+    "qwen3_5_moe": "Qwen3_5MoeTextConfig",
+    "qwen3_next": "Qwen3NextConfig",
     "qwen3_moe": "Qwen3MoeConfig",
     "qwen2_moe": "Qwen2MoeConfig",
     "llama": "LlamaConfig",
@@ -34,15 +36,27 @@ CONFIGS = {
     "gemma3": "Gemma3TextConfig",
     "gpt_oss": "GptOssConfig",
 }
+STACKED = (
+    "qwen3_5_moe",
+)  # published with a layer's experts in one tensor, and saved one by one where nothing else is said
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+GATED: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
 # What a family has beside the common sizes; small enough for a CPU, and every feature at work.
 OWN: dict[str, dict[str, Any]] = {
-    "qwen3_5": {
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-    },
+    "qwen3_5": LINEAR,
+    "qwen3_5_moe": {**LINEAR, **GATED},
+    "qwen3_next": {**LINEAR, **GATED, "mlp_only_layers": [1]},
     "qwen3_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 3,
@@ -50,14 +64,7 @@ OWN: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
-    "qwen2_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 48,
-        "shared_expert_intermediate_size": 80,
-        "norm_topk_prob": False,
-        "mlp_only_layers": [1],
-    },
+    "qwen2_moe": {**GATED, "norm_topk_prob": False, "mlp_only_layers": [1]},
     "mistral": {"sliding_window": None},
     "ministral3": {
         "rope_parameters": {
@@ -247,6 +254,8 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     }
     if family in ("qwen2", "qwen2_moe", "deepseek_v3", "glm4_moe_lite"):
         settings.pop("head_dim")
+    if family == "qwen3_5_moe":
+        settings.pop("intermediate_size")  # no layer has an MLP without experts
     return getattr(transformers, CONFIGS[family])(**settings)
 
 
@@ -275,7 +284,7 @@ def write_tiny_model(
                 tensor.uniform_(-4, 1)  # states that last for some tokens, and for one
             elif (tensor.dim() == 1 and isinstance(tensor, torch.nn.Parameter)) or name.endswith("correction_bias"):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=family not in STACKED)
     if tokenizer:
         write_tokenizer(folder)
     return folder
