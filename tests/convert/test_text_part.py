@@ -39,6 +39,7 @@ FAMILIES = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Glm4vForConditionalGeneration": "glm4",
 }
 LLAVA, QWEN3 = "LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration"

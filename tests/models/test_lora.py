@@ -256,7 +256,19 @@ def test_targets_that_the_model_lacks_are_refused(root: Path, groups: Groups) ->
 
 
 @pytest.mark.parametrize(
-    "model", [*MODELS, "mixtral", "qwen2_moe", "qwen3_moe", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "direct"]
+    "model",
+    [
+        *MODELS,
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_5_moe",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "direct",
+    ],
 )
 def test_what_a_config_says_can_have_adapters_is_what_the_model_has(
     model: str, root: Path, groups: Groups, tmp_path: Path
