@@ -144,6 +144,51 @@ def test_there_and_back(tmp_path, architecture, tied, how):
     assert torch.equal(learned, text_logits(text, IDS)) and (learned - expected).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("apart", ["whole", "text"])
+def test_experts_one_by_one_on_one_side_alone(tmp_path, apart):
+    """Published folders have them in one tensor, and those that transformers saved again one by one."""
+    whole, text = make(tmp_path / "whole", "Qwen3_5MoeForConditionalGeneration", False, "older"), tmp_path / "text"
+    other = {"whole": text, "text": whole}[apart]
+    take(whole, text)
+    for folder in (whole, text):
+        for file in folder.glob("*.safetensors"):
+            form = stacked if folder == other else one_by_one
+            save_file(form(load_file(file)), file, {"format": "pt"})
+    before = tensors(whole)
+    assert any("experts.0." in name for name in before) == (apart == "whole")
+    for file in text.glob("*.safetensors"):
+        save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    put(text, whole, tmp_path / "trained")
+    for name, tensor in tensors(tmp_path / "trained").items():
+        assert torch.equal(tensor, before[name] * (1 if "visual" in name else 2)), name
+
+
+def one_by_one(found):
+    """Tensors of all experts as those of each one."""
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    result = {}
+    for name, tensor in found.items():
+        prefix, _, kind = name.rpartition(".")
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            result[name] = tensor
+            continue
+        for expert, own in enumerate(tensor):
+            parts = zip(kinds[kind], own.chunk(len(kinds[kind])), strict=True)
+            result |= {f"{prefix}.{expert}.{part}.weight": rows.contiguous() for part, rows in parts}
+    return result
+
+
+def stacked(found):
+    """Tensors of each expert as those of all."""
+    result = {name: tensor for name, tensor in found.items() if ".experts." not in name}
+    for prefix in {name.partition(".experts.")[0] for name in found if ".experts.0." in name}:
+        own = lambda kind: [found[f"{prefix}.experts.{e}.{kind}.weight"] for e in range(4)]  # noqa: B023, E731
+        gates = [torch.cat(pair) for pair in zip(own("gate_proj"), own("up_proj"), strict=True)]
+        result |= {f"{prefix}.experts.gate_up_proj": torch.stack(gates)}
+        result |= {f"{prefix}.experts.down_proj": torch.stack(own("down_proj"))}
+    return result | {name: tensor for name, tensor in found.items() if name.endswith("_proj") and ".experts." in name}
+
+
 def test_config_is_what_transformers_understands(tmp_path):
     """A published config leaves out what transformers fills; text parts of Qwen2.5-VL lie at the top of it."""
     whole = make(tmp_path / "whole", "Qwen2_5_VLForConditionalGeneration", True, "older")
