@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
 from megarl.core.errors import UserError
-from megarl.models.hf_files import TensorInfo
-from megarl.models.hf_header import BITS, PREFIX_BYTES, read_header
+from megarl.models.hf_files import TensorInfo, content_bytes
+from megarl.models.hf_header import PREFIX_BYTES, read_header
 
 PIECE_BYTES = 8 * 2**20
 
 Wrote = Callable[[int], object]  # told how many bytes more
-
-
-def content_bytes(info: TensorInfo) -> int:
-    """Of a tensor's content."""
-    return math.prod(info.shape) * BITS[info.dtype] // 8
 
 
 def write_tensors(path: Path, tensors: Mapping[str, TensorInfo], wrote: Wrote) -> None:
@@ -41,8 +35,8 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorInfo], wrote: Wrote) -
                 _copy(source, info.offset, content_bytes(info), out, wrote)
 
 
-def write_replaced(source: Path, path: Path, replaced: Mapping[str, TensorInfo], wrote: Wrote) -> None:
-    """A copy of a file, with the content of some tensors that of others of the same shape and dtype.
+def write_replaced(source: Path, path: Path, replaced: Mapping[str, Sequence[TensorInfo]], wrote: Wrote) -> None:
+    """A copy of a file, with the content of some tensors that of others of the same dtype, one below the other.
 
     Raises UserError where a file cannot be read whole.
     """
@@ -51,12 +45,12 @@ def write_replaced(source: Path, path: Path, replaced: Mapping[str, TensorInfo],
         header = PREFIX_BYTES + struct.unpack("<Q", ours.read(PREFIX_BYTES))[0]
         _copy(ours, 0, header, out, wrote)
         for tensor in stored:
-            info = replaced.get(tensor.name)
-            if info is None:
+            parts = replaced.get(tensor.name)
+            if parts is None:
                 _copy(ours, tensor.offset, tensor.num_bytes, out, wrote)
                 continue
-            assert (info.shape, info.dtype) == (tensor.shape, tensor.dtype), (tensor, info)
-            for part in info.parts or (info,):
+            assert sum(map(content_bytes, parts)) == tensor.num_bytes, (tensor, parts)
+            for part in parts:
                 with part.file.open("rb") as other:
                     _copy(other, part.offset, content_bytes(part), out, wrote)
 

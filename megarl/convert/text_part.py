@@ -21,7 +21,7 @@ from megarl.convert.job import Message
 from megarl.convert.processes import folder_bytes
 from megarl.convert.progress import ConversionProgress
 from megarl.convert.target import Target, apart, check_target, explained, followed, open_target
-from megarl.convert.tensor_copy import Wrote, content_bytes, write_replaced, write_tensors
+from megarl.convert.tensor_copy import Wrote, write_replaced, write_tensors
 from megarl.convert.text_config import text_config
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
@@ -38,12 +38,13 @@ from megarl.models.hf_files import (
     are_same,
     check_index,
     check_weights,
+    content_bytes,
     read_index,
     some,
     weight_files,
 )
 from megarl.models.hf_header import BITS
-from megarl.models.hf_stacked import one_by_one
+from megarl.models.hf_stacked import stacked
 from megarl.models.multimodal import Multimodal, read_multimodal
 from megarl.models.rules import expected_tensors
 
@@ -174,8 +175,11 @@ def _read_whole(folder: Path) -> Whole:
     return Whole(folder, raw, config, names, ours)
 
 
-def _replacements(text: Path, whole: Whole) -> dict[str, TensorInfo]:
-    """The multimodal folder's tensor -> what takes its place. Raises UserError where they are not one model's."""
+def _replacements(text: Path, whole: Whole) -> dict[str, list[TensorInfo]]:
+    """The multimodal folder's tensor -> what takes its place: one tensor, or those of each expert in the place of one of all.
+
+    Raises UserError where they are not one model's.
+    """
     config = load_model_config(text)
     ours, theirs = asdict(whole.text), asdict(config)
     others = [key for key in ours if ours[key] != theirs[key] and key not in BESIDE]
@@ -189,10 +193,13 @@ def _replacements(text: Path, whole: Whole) -> dict[str, TensorInfo]:
     found = {name: index[name] for name in expected_tensors(config)}
     if HEAD in whole.names and HEAD not in found:
         found[HEAD] = index[EMBEDDING]  # a stored copy of a tied head
-    found = {name: info for both in found.items() for name, info in _as_in(whole, *both)}
+    found = {name: [info] for name, info in found.items()}
+    of_all = {name: parts for name, parts in stacked(found).items() if name in whole.names}
+    found |= {name: [info for part in parts for info in found.pop(part)] for name, parts in of_all.items()}
     wrong = [
         f"{name} is {info.dtype} and {whole.index[name].dtype}"
-        for name, info in found.items()
+        for name, parts in found.items()
+        for info in parts
         if info.dtype != whole.index[name].dtype
     ]
     if wrong:
@@ -200,19 +207,7 @@ def _replacements(text: Path, whole: Whole) -> dict[str, TensorInfo]:
             f"Tensors of {text} and {whole.folder} are not of one dtype: {some(wrong)}. Write the text part in the other's "
             "first, by `megarl convert mcore-to-hf RUN TEXT --dtype`."
         )
-    return {whole.names[name]: info for name, info in found.items()}
-
-
-def _as_in(whole: Whole, name: str, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-    """A tensor of the text part; of one of all experts those that the multimodal folder has, where they lie there one by one."""
-    if name in whole.names:
-        yield name, info
-        return
-    offset = info.offset
-    for number, (each, shape) in enumerate(one_by_one(name, info.shape).items()):
-        part = info.parts[number] if info.parts else replace(info, shape=shape, offset=offset)
-        offset += content_bytes(part)
-        yield each, part
+    return {whole.names[name]: parts for name, parts in found.items()}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from megarl.models.config import ModelConfig
 from megarl.models.hf_fp8 import FP8, SCALE_DTYPES, scale_name
 from megarl.models.hf_header import BITS, read_header
 from megarl.models.hf_mxfp4 import GROUP, STORED, blocks_name, blocks_shape, scales_name
-from megarl.models.hf_stacked import ONE_TENSOR_FAMILIES, one_by_one
+from megarl.models.hf_stacked import STACKED_FAMILIES, stacked
 
 SHOWN = 5
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -47,11 +47,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor on disk. scales: of an FP8 tensor. packed: of an MXFP4 tensor, whose file and offset are its blocks'.
-
-    parts: of a tensor of all experts that is not on disk itself: those whose rows it has, all of one shape and dtype, one below
-    the other; file and offset are the first one's.
-    """
+    """One tensor on disk. scales: of an FP8 tensor. packed: of an MXFP4 tensor, whose file and offset are its blocks'."""
 
     shape: tuple[int, ...]
     dtype: str  # as safetensors writes it: F32, BF16
@@ -59,7 +55,6 @@ class TensorInfo:
     offset: int  # of the first byte in the file
     scales: Scales | None = None
     packed: Packed | None = None
-    parts: tuple[TensorInfo, ...] = ()
 
 
 def read_index(folder: Path) -> dict[str, TensorInfo]:
@@ -156,10 +151,9 @@ def check_index(
 ) -> dict[str, TensorInfo]:
     """The same of an index that was read: its names are those of a folder of this config."""
     index = _with_packed(index, expected) if config.mxfp4 else index
-    whole, apart = expected, _apart(expected, index) if config.family in ONE_TENSOR_FAMILIES else {}
-    expected = {name: shape for name, shape in whole.items() if name not in apart}
-    expected |= {name: shape for parts in apart.values() for name, shape in parts.items()}
     problems: defaultdict[str, list[str]] = defaultdict(list)
+    if config.family in STACKED_FAMILIES and config.moe is not None:
+        index = _one_by_one(index, expected, config.moe.num_experts, problems)
     problems["missing"] = sorted(set(expected) - set(index))
     problems["not in the config"] = sorted(
         set(index) - set(expected) - _unused(index, config) - _scales_of(expected, index)
@@ -176,11 +170,6 @@ def check_index(
             problems["of another type"].append(f"{name} is {info.dtype}, {_supported(info.dtype)}")
     if config.fp8_block is not None and not any(info.dtype == FP8 for info in found.values()):
         problems["not quantised"].append(f"config.json has a quantization_config, and no tensor is {FP8}")
-    problems["of several types"] = [
-        f"the experts of {name}"
-        for name, parts in apart.items()
-        if len({found[p].dtype for p in parts if p in found}) > 1
-    ]
     if config.mxfp4 and not any(info.packed for info in found.values()):
         problems["not quantised"].append("config.json has a quantization_config, and no experts are MXFP4")
     if any(problems.values()):
@@ -191,18 +180,32 @@ def check_index(
         )
     if config.tied_embeddings and HEAD in index and not are_same(index[HEAD], index[EMBEDDING]):
         raise untied(folder)
-    joined = {name: _joined(whole[name], [found[each] for each in parts]) for name, parts in apart.items()}
-    return index | found | joined
+    return index | found
 
 
-def _apart(expected: dict[str, tuple[int, ...]], index: dict[str, TensorInfo]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The tensors of all experts that are there one by one -> name and shape of each."""
-    found = {name: one_by_one(name, shape) for name, shape in expected.items() if name not in index}
-    return {name: parts for name, parts in found.items() if not parts.keys().isdisjoint(index)}
+def _one_by_one(
+    index: dict[str, TensorInfo], expected: dict[str, tuple[int, ...]], experts: int, problems: dict[str, list[str]]
+) -> dict[str, TensorInfo]:
+    """The same, with tensors of each expert in the place of one of all. problems: of another shape, it is added."""
+    found = dict(index)
+    for name, parts in stacked(expected).items():
+        if name not in index or not index.keys().isdisjoint(parts):
+            continue
+        info = found.pop(name)
+        rows, columns = sum(expected[part][0] for part in parts), expected[parts[0]][1]
+        if info.shape != (experts, rows // experts, columns):
+            wanted = [experts, rows // experts, columns]
+            problems["of another shape"].append(f"{name} is {list(info.shape)}, the config says {wanted}")
+        offset = info.offset
+        for part in parts:
+            found[part] = replace(info, shape=expected[part], offset=offset)
+            offset += content_bytes(found[part])
+    return found
 
 
-def _joined(shape: tuple[int, ...], parts: list[TensorInfo]) -> TensorInfo:
-    return replace(parts[0], shape=shape, scales=None, parts=tuple(parts))
+def content_bytes(info: TensorInfo) -> int:
+    """Of a tensor's content on disk."""
+    return math.prod(info.shape) * BITS[info.dtype] // 8
 
 
 def untied(folder: Path) -> UserError:
@@ -218,7 +221,7 @@ def are_same(one: TensorInfo, other: TensorInfo) -> bool:
     """Whether two tensors have the same shape, dtype and bytes; no more than a block of each is held. Raises UserError."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    left = math.prod(one.shape) * BITS[one.dtype] // 8
+    left = content_bytes(one)
     try:
         with one.file.open("rb") as ours, other.file.open("rb") as theirs:
             ours.seek(one.offset)

@@ -55,10 +55,6 @@ class HfReader(AbstractContextManager["HfReader"]):
         counts when `finish` has returned.
         """
         info = self._index[name]
-        if info.parts:  # of which one has all of these rows: they are an expert's
-            part, first = divmod(rows.start, info.parts[0].shape[0])
-            info, rows = info.parts[part], slice(first, first + rows.stop - rows.start)
-            assert rows.stop <= info.shape[0], (name, rows)
         if len(info.shape) == 3:
             info = replace(info, shape=(info.shape[0] * info.shape[1], info.shape[2]))
             target = target.flatten(0, -2)  # of a convolution it has three dimensions as well

@@ -77,10 +77,6 @@ STACKED_GATE_UP_BIAS = (
     ("mlp.experts.gate_up_proj_bias[0:2]", "expert_ffn"),
     ("mlp.experts.gate_up_proj_bias[1:2]", "expert_ffn"),
 )
-STACKED_ROWS_GATE_UP = (
-    ("mlp.experts.gate_up_proj[0/2]", "expert_ffn hidden"),
-    ("mlp.experts.gate_up_proj[1/2]", "expert_ffn hidden"),
-)
 GRANITE_GATE_UP = (
     ("block_sparse_moe.input_linear.weight[0/2]", "expert_ffn hidden"),
     ("block_sparse_moe.input_linear.weight[1/2]", "expert_ffn hidden"),
@@ -227,8 +223,8 @@ LAYER = (
         (("post_mlp_layernorm.weight", "hidden"),),
         when="glm4_norms dense",
     ),
-    # ... or experts, under five sets of HF names; in the last three, of which one has biases, those of a layer are one tensor.
-    Row("mlp.router.weight", (("mlp.gate.weight", "experts hidden"),), when="experts common_router"),
+    # ... or experts, under four sets of HF names; in the last two, of which one has biases, those of a layer are one tensor.
+    Row("mlp.router.weight", (("mlp.gate.weight", "experts hidden"),), when="experts common_names"),
     Row("mlp.router.weight", (("block_sparse_moe.gate.weight", "experts hidden"),), when="experts mixtral_names"),
     Row(
         "mlp.router.expert_bias",
@@ -250,14 +246,6 @@ LAYER = (
         (("block_sparse_moe.experts.{e}.w2.weight", "hidden expert_ffn"),),
         "columns",
         when="experts mixtral_names",
-        fused=GROUPED_FC2,
-    ),
-    Row(EXPERT_FC1, STACKED_ROWS_GATE_UP, "rows", "halves", "experts stacked_rows_names", GROUPED_FC1),
-    Row(
-        EXPERT_FC2,
-        (("mlp.experts.down_proj[0/1]", "hidden expert_ffn"),),
-        "columns",
-        when="experts stacked_rows_names",
         fused=GROUPED_FC2,
     ),
     Row(

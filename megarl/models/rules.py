@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megarl.models.config import ModelConfig
-from megarl.models.hf_stacked import ONE_TENSOR_FAMILIES
 from megarl.models.rule_table import EMBEDDING, FINAL_NORM, HEAD, LAYER, SCORE_HEAD, TIED_HEAD, Cut, Row
 
 # torch: our own layer spec. transformer_engine: fuses norms into the linears behind them, and groups experts.
@@ -168,8 +167,6 @@ def _source(name: str, names: str, sizes: dict[str, int], expert: int | None) ->
 def _features(config: ModelConfig, layer: int) -> frozenset[str]:
     """What a layer is made of, in the words of the table's `when`."""
     moe, mla = config.moe, config.mla
-    common_router = config.family not in ("mixtral", "granitemoe") and not (moe is not None and moe.biases)
-    stacked_rows = config.family in ONE_TENSOR_FAMILIES
     found = {
         "heads": mla is None and layer not in config.linear_layers,
         "delta": layer in config.linear_layers,
@@ -195,9 +192,7 @@ def _features(config: ModelConfig, layer: int) -> frozenset[str]:
         "mixtral_names": config.family == "mixtral",
         "granite_names": config.family == "granitemoe",
         "stacked_names": moe is not None and moe.biases,
-        "stacked_rows_names": stacked_rows,
-        "common_names": common_router and not stacked_rows,
-        "common_router": common_router,
+        "common_names": config.family not in ("mixtral", "granitemoe") and not (moe is not None and moe.biases),
         "qkv_in_one": config.family == "phi3",
         "qkv_apart": config.family != "phi3",
         "gate_in_one": config.family in ("glm4", "phi3"),

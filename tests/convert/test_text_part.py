@@ -144,21 +144,22 @@ def test_there_and_back(tmp_path, architecture, tied, how):
     assert torch.equal(learned, text_logits(text, IDS)) and (learned - expected).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("apart", ["whole", "text"])
-def test_experts_one_by_one_on_one_side_alone(tmp_path, apart):
-    """Published folders have them in one tensor, and those that transformers saved again one by one."""
+@pytest.mark.parametrize(("of_whole", "of_text"), [("one", "one"), ("one", "apart"), ("apart", "one")])
+def test_experts_in_one_tensor_and_one_by_one(tmp_path, of_whole, of_text):
+    """Published folders have them in one tensor, and those that transformers or megarl wrote one by one."""
     whole, text = make(tmp_path / "whole", "Qwen3_5MoeForConditionalGeneration", False, "older"), tmp_path / "text"
-    other = {"whole": text, "text": whole}[apart]
     take(whole, text)
-    for folder in (whole, text):
+    for folder, form in ((whole, of_whole), (text, of_text)):
         for file in folder.glob("*.safetensors"):
-            form = stacked if folder == other else one_by_one
-            save_file(form(load_file(file)), file, {"format": "pt"})
+            found = {"one": stacked, "apart": one_by_one}[form](load_file(file))
+            save_file(found, file, {"format": "pt"})
     before = tensors(whole)
-    assert any("experts.0." in name for name in before) == (apart == "whole")
+    assert any(".experts.0." in name for name in before) == (of_whole == "apart")
+    assert any(".experts.0." in name for name in tensors(text)) == (of_text == "apart")
     for file in text.glob("*.safetensors"):
         save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     put(text, whole, tmp_path / "trained")
+    assert tensors(tmp_path / "trained").keys() == before.keys()
     for name, tensor in tensors(tmp_path / "trained").items():
         assert torch.equal(tensor, before[name] * (1 if "visual" in name else 2)), name
 

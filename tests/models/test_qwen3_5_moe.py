@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts and Qwen3-Next: what megarl reads of their configs, and experts that lie in one tensor or one by one."""
+"""Qwen3.5 with experts and Qwen3-Next: what megarl reads of their configs, and experts in one tensor or one by one."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megarl.models.hf_files import check_weights
 from megarl.models.hf_gather import Gatherer, export_buckets
 from megarl.models.rules import expected_tensors
 from megarl.training.parallel import Groups
+from tests.models.parity import megatron_logits, transformers_logprobs
 from tests.models.test_families import parse
 from tests.models.test_gpt import built
 from tests.models.test_qwen3_5 import QWEN3_5
@@ -64,6 +65,7 @@ QWEN3_NEXT = {
     "use_sliding_window": False,
 }
 GATE_UP, DOWN = (f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
+UP = "model.layers.0.mlp.experts.3.up_proj.weight"
 
 
 def test_qwen3_5_moe() -> None:
@@ -112,22 +114,23 @@ def test_what_is_not_supported(raw: dict[str, Any], changes: dict[str, Any], say
         parse(raw, **changes)
 
 
-def one_by_one(folder: Path) -> Path:
-    """Write a folder's experts as transformers' save_pretrained does: each one's gate, up and down."""
-    found = dict[str, Tensor]()
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        head, experts, kind = name.partition(".mlp.experts.")
-        kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
-        for expert, own in enumerate(tensor if kinds else ()):
-            parts = own.chunk(len(kinds))
-            found |= {f"{head}{experts}{expert}.{k}.weight": part for k, part in zip(kinds, parts, strict=True)}
-        found |= {} if kinds else {name: tensor}
-    save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / "model.safetensors")
+def one_tensor(folder: Path) -> Path:
+    """Write a folder's experts as the published ones have them: all of a layer in two tensors."""
+    found = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gates, ups, downs = (
+            [found.pop(f"{prefix}{expert}.{kind}_proj.weight") for expert in range(8)]
+            for kind in ("gate", "up", "down")
+        )
+        found[f"{prefix}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
+        found[f"{prefix}down_proj"] = torch.stack(downs)
+    save_file(found, folder / "model.safetensors")
     return folder
 
 
-def exported(folder: Path, groups: Groups, **options: Any) -> dict[str, Tensor]:
-    gatherer = Gatherer([built(folder, groups, **options)], load_model_config(folder), Layout(), 0, None, None)
+def exported(folder: Path, groups: Groups) -> dict[str, Tensor]:
+    gatherer = Gatherer([built(folder, groups)], load_model_config(folder), Layout(), 0, None, None)
     return {name: tensor.cpu() for name, tensor in chain.from_iterable(export_buckets(gatherer, 1 << 14))}
 
 
@@ -136,55 +139,48 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])] == []
 
 
-def test_experts_that_lie_one_by_one_are_read_and_written_in_one_tensor(one_rank: Groups, tmp_path: Path) -> None:
-    stacked = load_file(write_tiny_model(tmp_path, "qwen3_5_moe") / "model.safetensors")
-    one_by_one(tmp_path)
-    assert f"{GATE_UP}" in stacked and GATE_UP not in load_file(tmp_path / "model.safetensors")
-    assert_same(exported(tmp_path, one_rank), stacked)
-    assert_same(dict(hf_tensors(tmp_path)), stacked)
+def test_experts_in_one_tensor_are_read_and_written_one_by_one(one_rank: Groups, tmp_path: Path) -> None:
+    apart = load_file(write_tiny_model(tmp_path, "qwen3_5_moe") / "model.safetensors")
+    stored = load_file(one_tensor(tmp_path) / "model.safetensors")
+    assert UP in apart and GATE_UP in stored and DOWN in stored and not stored.keys() & {UP}
+    assert_same(exported(tmp_path, one_rank), apart)
+    assert_same(dict(hf_tensors(tmp_path)), apart)
+    logprobs = megatron_logits(built(tmp_path, one_rank).eval(), 128).log_softmax(-1)
+    assert (logprobs - transformers_logprobs(tmp_path, 128)).abs().max() < 1e-5
 
 
 def test_experts_in_fp8_lie_one_by_one(one_rank: Groups, tmp_path: Path) -> None:
     block = (16, 24)
-    write_fp8(one_by_one(write_tiny_model(tmp_path, "qwen3_5_moe")), block)
-    expected = dequantised(tmp_path, block, torch.float32)
-    found = exported(tmp_path, one_rank)
-    assert_same(dict(hf_tensors(tmp_path, "float32")), found)
-    for name, tensor in found.items():
-        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-            kinds = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
-            prefix = name.rpartition(".")[0]
-            for expert, own in enumerate(tensor):
-                parts = [expected[f"{prefix}.{expert}.{kind}.weight"] for kind in kinds]
-                assert torch.equal(own, torch.cat(parts)), (name, expert)
-        else:
-            assert torch.equal(tensor, expected[name]), name
+    write_fp8(write_tiny_model(tmp_path, "qwen3_5_moe"), block)
+    assert_same(exported(tmp_path, one_rank), dequantised(tmp_path, block, torch.float32))
 
 
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("missing", r"missing: model\.layers\.0\.mlp\.experts\.3\.up_proj\.weight\. The folder"),
         (
             "shape",
-            r"of another shape: model\.layers\.0\.mlp\.experts\.3\.up_proj\.weight is \[5, 64\], the config says",
+            r"of another shape: model\.layers\.0\.mlp\.experts\.gate_up_proj is \[8, 95, 64\], .* \[8, 96, 64\]\.",
         ),
-        ("dtype", r"of several types: the experts of model\.layers\.0\.mlp\.experts\.gate_up_proj\."),
-        ("both", r"not in the config: model\.layers\.0\.mlp\.experts\.0\.down_proj\.weight"),
+        ("both", r"not in the config: model\.layers\.0\.mlp\.experts\.down_proj\."),
+        ("missing", r"missing: model\.layers\.0\.mlp\.experts\.0\.down_proj\.weight, .* and 3 more"),
+        ("dtype", r"of another type: model\.layers\.0\.mlp\.experts\.0\.down_proj\.weight is I32"),
     ],
 )
-def test_experts_one_by_one_have_to_be_whole(what: str, says: str, tmp_path: Path) -> None:
-    stacked = load_file(write_tiny_model(tmp_path, "qwen3_5_moe") / "model.safetensors")
-    file, name = one_by_one(tmp_path) / "model.safetensors", "model.layers.0.mlp.experts.3.up_proj.weight"
-    found = load_file(file)
+def test_experts_in_one_tensor_are_held_against_the_config(what: str, says: str, tmp_path: Path) -> None:
+    file = write_tiny_model(tmp_path, "qwen3_5_moe") / "model.safetensors"
+    apart = load_file(file)
+    found = load_file(one_tensor(tmp_path) / "model.safetensors")
     config = load_model_config(tmp_path)
     check_weights(expected_tensors(config), tmp_path, config)
-    if what == "missing":
-        del found[name]
+    if what == "shape":
+        found[GATE_UP] = found[GATE_UP][:, :-1].contiguous()
     elif what == "both":
-        found[DOWN] = stacked[DOWN]
+        found = apart | {DOWN: found[DOWN]}
+    elif what == "missing":
+        del found[DOWN]
     else:
-        found[name] = found[name].bfloat16() if what == "dtype" else torch.zeros(5, 64)
+        found[DOWN] = found[DOWN].int()
     save_file(found, file)
     with pytest.raises(UserError, match=says):
         check_weights(expected_tensors(config), tmp_path, config)

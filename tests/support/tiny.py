@@ -36,9 +36,6 @@ CONFIGS = {
     "gemma3": "Gemma3TextConfig",
     "gpt_oss": "GptOssConfig",
 }
-STACKED = (
-    "qwen3_5_moe",
-)  # published with a layer's experts in one tensor, and saved one by one where nothing else is said
 LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
@@ -284,7 +281,7 @@ def write_tiny_model(
                 tensor.uniform_(-4, 1)  # states that last for some tokens, and for one
             elif (tensor.dim() == 1 and isinstance(tensor, torch.nn.Parameter)) or name.endswith("correction_bias"):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
-    model.save_pretrained(folder, save_original_format=family not in STACKED)
+    model.save_pretrained(folder)
     if tokenizer:
         write_tokenizer(folder)
     return folder
