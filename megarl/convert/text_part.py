@@ -193,21 +193,21 @@ def _replacements(text: Path, whole: Whole) -> dict[str, list[TensorInfo]]:
     found = {name: index[name] for name in expected_tensors(config)}
     if HEAD in whole.names and HEAD not in found:
         found[HEAD] = index[EMBEDDING]  # a stored copy of a tied head
-    found = {name: [info] for name, info in found.items()}
     of_all = {name: parts for name, parts in stacked(found).items() if name in whole.names}
-    found |= {name: [info for part in parts for info in found.pop(part)] for name, parts in of_all.items()}
+    replaced = {name: [found.pop(part) for part in parts] for name, parts in of_all.items()}
+    replaced |= {name: [info] for name, info in found.items()}
+    dtypes = {name: {info.dtype for info in parts} for name, parts in replaced.items()}
     wrong = [
-        f"{name} is {info.dtype} and {whole.index[name].dtype}"
-        for name, parts in found.items()
-        for info in parts
-        if info.dtype != whole.index[name].dtype
+        f"{name} is {' and '.join(sorted(said))} and {whole.index[name].dtype}"
+        for name, said in dtypes.items()
+        if said != {whole.index[name].dtype}
     ]
     if wrong:
         raise UserError(
             f"Tensors of {text} and {whole.folder} are not of one dtype: {some(wrong)}. Write the text part in the other's "
             "first, by `megarl convert mcore-to-hf RUN TEXT --dtype`."
         )
-    return {whole.names[name]: parts for name, parts in found.items()}
+    return {whole.names[name]: parts for name, parts in replaced.items()}
 
 
 @contextmanager
