@@ -70,6 +70,7 @@ CASES = (
     Case("whole norms, experts", dtype="bfloat16"),
     Case("linear attention"),
     Case("linear attention", dtype="bfloat16", recompute="full"),
+    Case("linear attention, experts", dtype="bfloat16"),
     # Two ranks.
     Case("dense", _at(2)),
     Case("dense", _at(2, tp=2)),
@@ -95,6 +96,7 @@ CASES = (
     Case("norms behind", _at(2, tp=2, **SP)),
     Case("whole norms, experts", _at(2, tp=2, ep=2, **SP)),
     Case("linear attention", _at(2, tp=2, **SP), dtype="bfloat16"),
+    Case("linear attention, experts", _at(2, tp=2, ep=2, **SP)),
     # Four ranks.
     Case("dense", _at(4, tp=2, pp=2, **SP)),
     Case("dense", _at(4, tp=2, cp=2, **SP), dtype="bfloat16"),

@@ -18,6 +18,8 @@ from megarl.models.hf_dtypes import ModelDtype, tensor_dtypes
 from megarl.models.hf_files import EMBEDDING, HEAD, untied, weight_files
 from megarl.models.hf_fp8 import scale_name
 from megarl.models.hf_mxfp4 import blocks_name, scales_name
+from megarl.models.hf_stacked import stacked
+from megarl.models.rules import expected_tensors
 from megarl.training.manifest import read_model_config
 
 BLOCK_ROWS = 1024
@@ -35,10 +37,19 @@ def hf_tensors(folder: Path, cast: ModelDtype | None = None) -> Iterator[tuple[s
         holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
         if config.tied_embeddings and HEAD in holder and not _are_same(holder[HEAD], holder[EMBEDDING]):
             raise untied(folder)
+        of_all = {
+            part: (name, at)
+            for name, parts in stacked(expected_tensors(config)).items()
+            for at, part in enumerate(parts)
+        }
         for name, dtype in tensor_dtypes(config, cast or "bfloat16", {}).items():
             if config.mxfp4 and name not in holder:
                 packed = (holder[each].get_tensor(each) for each in (blocks_name(name), scales_name(name)))
                 tensor = _unpacked(*packed)
+                yield name, tensor.to(getattr(torch, dtype)) if cast else tensor
+                continue
+            if name not in holder and name in of_all:
+                tensor = _of_all(holder, *of_all[name])
                 yield name, tensor.to(getattr(torch, dtype)) if cast else tensor
                 continue
             tensor = holder[name].get_tensor(name)
@@ -46,6 +57,14 @@ def hf_tensors(folder: Path, cast: ModelDtype | None = None) -> Iterator[tuple[s
             if is_fp8:
                 tensor = _unscaled(tensor, holder[scale_name(name)].get_tensor(scale_name(name)), config.fp8_block)
             yield name, tensor.to(getattr(torch, dtype)) if cast or is_fp8 else tensor
+
+
+def _of_all(holder: dict[str, Any], name: str, at: int) -> Tensor:
+    """The expert's own of a tensor of all experts. at: which, where an expert has a gate and an up, or one of them."""
+    tensor, each = holder[name].get_slice(name), 2 if name.endswith("gate_up_proj") else 1
+    rows = tensor.get_shape()[1] // each
+    own: Tensor = tensor[at // each, at % each * rows : (at % each + 1) * rows]
+    return own
 
 
 def _are_same(heads: Any, embeddings: Any) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
 from megarl.core.errors import UserError
-from megarl.models.hf_files import TensorInfo
+from megarl.models.hf_files import TensorInfo, content_bytes
 from megarl.models.hf_header import PREFIX_BYTES, read_header
 
 PIECE_BYTES = 8 * 2**20
@@ -18,11 +18,11 @@ PIECE_BYTES = 8 * 2**20
 Wrote = Callable[[int], object]  # told how many bytes more
 
 
-def write_tensors(path: Path, tensors: Mapping[str, TensorInfo], num_bytes: Mapping[str, int], wrote: Wrote) -> None:
-    """A new file of these tensors, in their order. num_bytes: of each. Raises UserError where a source cannot be read whole."""
+def write_tensors(path: Path, tensors: Mapping[str, TensorInfo], wrote: Wrote) -> None:
+    """A new file of these tensors, in their order. Raises UserError where a source cannot be read whole."""
     entries, offset = {}, 0
     for name, info in tensors.items():
-        end = offset + num_bytes[name]
+        end = offset + content_bytes(info)
         entries[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
@@ -30,13 +30,13 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorInfo], num_bytes: Mapp
     # Unbuffered, so that a disk that is full says so while it is written to, and not as the file is closed.
     with FileIO(path, "wb") as out:
         _write(out, struct.pack("<Q", room) + text.ljust(room))
-        for name, info in tensors.items():
+        for info in tensors.values():
             with info.file.open("rb") as source:
-                _copy(source, info.offset, num_bytes[name], out, wrote)
+                _copy(source, info.offset, content_bytes(info), out, wrote)
 
 
-def write_replaced(source: Path, path: Path, replaced: Mapping[str, TensorInfo], wrote: Wrote) -> None:
-    """A copy of a file, with the content of some tensors that of others of the same shape and dtype.
+def write_replaced(source: Path, path: Path, replaced: Mapping[str, Sequence[TensorInfo]], wrote: Wrote) -> None:
+    """A copy of a file, with the content of some tensors that of others of the same dtype, one below the other.
 
     Raises UserError where a file cannot be read whole.
     """
@@ -45,13 +45,14 @@ def write_replaced(source: Path, path: Path, replaced: Mapping[str, TensorInfo],
         header = PREFIX_BYTES + struct.unpack("<Q", ours.read(PREFIX_BYTES))[0]
         _copy(ours, 0, header, out, wrote)
         for tensor in stored:
-            info = replaced.get(tensor.name)
-            if info is None:
+            parts = replaced.get(tensor.name)
+            if parts is None:
                 _copy(ours, tensor.offset, tensor.num_bytes, out, wrote)
                 continue
-            assert (info.shape, info.dtype) == (tensor.shape, tensor.dtype), (tensor, info)
-            with info.file.open("rb") as other:
-                _copy(other, info.offset, tensor.num_bytes, out, wrote)
+            assert sum(map(content_bytes, parts)) == tensor.num_bytes, (tensor, parts)
+            for part in parts:
+                with part.file.open("rb") as other:
+                    _copy(other, part.offset, content_bytes(part), out, wrote)
 
 
 def _copy(source: BinaryIO, offset: int, num_bytes: int, out: FileIO, wrote: Wrote) -> None:

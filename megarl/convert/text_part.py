@@ -6,7 +6,6 @@ Both check everything from headers and configs before they write, and copy a pie
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,11 +38,13 @@ from megarl.models.hf_files import (
     are_same,
     check_index,
     check_weights,
+    content_bytes,
     read_index,
     some,
     weight_files,
 )
 from megarl.models.hf_header import BITS
+from megarl.models.hf_stacked import stacked
 from megarl.models.multimodal import Multimodal, read_multimodal
 from megarl.models.rules import expected_tensors
 
@@ -89,18 +90,18 @@ def text_part(source: Path, target: Path, *, force: bool, console: Console) -> O
     """
     whole = _read_whole(source)
     files_beside(source)  # refuses those that cannot be read
-    sizes = {name: _num_bytes(info) for name, info in whole.index.items()}
-    with _writing("text-part", target, sum(sizes.values()), (source,), force, console) as (output, wrote):
+    total = sum(map(content_bytes, whole.index.values()))
+    with _writing("text-part", target, total, (source,), force, console) as (output, wrote):
         by_file = [{name: info for name, info in whole.index.items() if info.file == file} for file in whole.files]
         parts = [part for part in by_file if part]
         files = [SINGLE] if len(parts) == 1 else [_shard(i, len(parts)) for i in range(len(parts))]
         for file, part in zip(files, parts, strict=True):
             # Wide ones first, as the format's own writer has them: each begins at a multiple of its width.
             wide = sorted(part, key=lambda name: -BITS[part[name].dtype])
-            write_tensors(output.content / file, {name: part[name] for name in wide}, sizes, wrote)
+            write_tensors(output.content / file, {name: part[name] for name in wide}, wrote)
         if len(parts) > 1:
             weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
-            said = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+            said = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (output.content / INDEX).write_text(json.dumps(said, indent=1))
         (output.content / CONFIG).write_text(json.dumps(whole.raw, indent=2) + "\n")
         copy_beside(source, output.content)
@@ -123,8 +124,8 @@ def into_multimodal(text: Path, source: Path, target: Path, *, force: bool, cons
         check_readable(path)
     if left:
         console.print(f"not copied, as weights in other forms or code: {some(left)}", highlight=False, soft_wrap=True)
-    num_bytes = sum(file.stat().st_size for file in (*whole.files, *others))
-    with _writing("into-multimodal", target, num_bytes, (text, source), force, console) as (output, wrote):
+    total = sum(file.stat().st_size for file in (*whole.files, *others))
+    with _writing("into-multimodal", target, total, (text, source), force, console) as (output, wrote):
         for file in whole.files:
             place = output.content / file.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -170,11 +171,15 @@ def _read_whole(folder: Path) -> Whole:
     if config.tied_embeddings and {HEAD, EMBEDDING} <= ours.keys() and not are_same(ours[HEAD], ours[EMBEDDING]):
         # The configs of Mistral 3 tie by default what their weights have apart; transformers goes by the weights.
         raw, config = {**raw, "tie_word_embeddings": False}, replace(config, tied_embeddings=False)
-    return Whole(folder, raw, config, names, check_index(expected_tensors(config), ours, folder, config))
+    check_index(expected_tensors(config), ours, folder, config)
+    return Whole(folder, raw, config, names, ours)
 
 
-def _replacements(text: Path, whole: Whole) -> dict[str, TensorInfo]:
-    """The multimodal folder's tensor -> what takes its place. Raises UserError where they are not one model's."""
+def _replacements(text: Path, whole: Whole) -> dict[str, list[TensorInfo]]:
+    """The multimodal folder's tensor -> what takes its place: one tensor, or those of each expert in the place of one of all.
+
+    Raises UserError where they are not one model's.
+    """
     config = load_model_config(text)
     ours, theirs = asdict(whole.text), asdict(config)
     others = [key for key in ours if ours[key] != theirs[key] and key not in BESIDE]
@@ -188,17 +193,21 @@ def _replacements(text: Path, whole: Whole) -> dict[str, TensorInfo]:
     found = {name: index[name] for name in expected_tensors(config)}
     if HEAD in whole.names and HEAD not in found:
         found[HEAD] = index[EMBEDDING]  # a stored copy of a tied head
+    of_all = {name: parts for name, parts in stacked(found).items() if name in whole.names}
+    replaced = {name: [found.pop(part) for part in parts] for name, parts in of_all.items()}
+    replaced |= {name: [info] for name, info in found.items()}
+    dtypes = {name: {info.dtype for info in parts} for name, parts in replaced.items()}
     wrong = [
-        f"{name} is {info.dtype} and {whole.index[name].dtype}"
-        for name, info in found.items()
-        if info.dtype != whole.index[name].dtype
+        f"{name} is {' and '.join(sorted(said))} and {whole.index[name].dtype}"
+        for name, said in dtypes.items()
+        if said != {whole.index[name].dtype}
     ]
     if wrong:
         raise UserError(
             f"Tensors of {text} and {whole.folder} are not of one dtype: {some(wrong)}. Write the text part in the other's "
             "first, by `megarl convert mcore-to-hf RUN TEXT --dtype`."
         )
-    return {whole.names[name]: info for name, info in found.items()}
+    return {whole.names[name]: parts for name, parts in replaced.items()}
 
 
 @contextmanager
@@ -260,10 +269,6 @@ def _beside_weights(whole: Whole) -> tuple[list[Path], list[str]]:
             elif not any(part.startswith(".") for part in each.relative_to(whole.folder).parts):
                 kept.append(each)
     return kept, left
-
-
-def _num_bytes(info: TensorInfo) -> int:
-    return math.prod(info.shape) * BITS[info.dtype] // 8
 
 
 def _shard(number: int, count: int) -> str:

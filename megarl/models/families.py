@@ -31,16 +31,18 @@ COMMON: Only = MappingProxyType(
 class MoeKeys:
     """Under which keys a family's config describes its experts, and what it leaves unsaid.
 
-    normalize: a key, or the answer where there is none. sparse: which layers have experts; "step" is Qwen's
-    decoder_sparse_step with mlp_only_layers, "after" DeepSeek's first_k_dense_replace, "named" those that mlp_layer_types
-    names: all but the first where there is none. num_shared: how many shared experts, each as wide as the others;
-    shared_ffn_hidden_size: of one shared expert with a width of its own, and with a gate. biases: see `Moe`.
+    normalize: a key, or the answer where there is none; normalize_unsaid: what a key says that is not there.
+    sparse: which layers have experts; "step" is Qwen's decoder_sparse_step with mlp_only_layers, "after" DeepSeek's
+    first_k_dense_replace, "named" those that mlp_layer_types names: all but the first where there is none.
+    num_shared: how many shared experts, each as wide as the others; shared_ffn_hidden_size: of one shared expert with a
+    width of its own, and with a gate. biases: see `Moe`.
     """
 
     num_experts: tuple[str, ...]  # names of several generations of transformers; the first that is there
     ffn_hidden_size: str
     sparse: Literal["all", "step", "after", "named"]
     normalize: str | bool
+    normalize_unsaid: bool = False
     score: Literal["softmax", "sigmoid"] = "softmax"
     num_shared: str | None = None
     shared_ffn_hidden_size: str | None = None
@@ -71,6 +73,7 @@ class Family:
     window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
     those that a pattern names: where no key says, those whose number is no multiple of window_period. window_switch: only
     where use_sliding_window says so. window_default: where no key says.
+    ffn_hidden_size: under which key a config has the width of an MLP without experts; where no layer has one, of another.
     theta: RoPE's base where no key says. tied: whether the head is the embedding where no key says; transformers leaves
     out what equals its own default. pad, eos: the padding token, and those that end a response, where no key says. only: see
     COMMON. score_architecture: of its models with one score a sequence, where it is not the architecture with
@@ -99,6 +102,7 @@ class Family:
     norm_offset: bool = False
     sinks: bool = False
     moe: MoeKeys | None = None
+    ffn_hidden_size: str = "intermediate_size"
     mla: bool = False
     gemma: bool = False
     activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"
@@ -127,6 +131,7 @@ DEEPSEEK_V3 = MoeKeys(
     ffn_hidden_size="moe_intermediate_size",
     sparse="after",
     normalize="norm_topk_prob",
+    normalize_unsaid=True,
     score="sigmoid",
     num_shared="n_shared_experts",
     scaling_factor="routed_scaling_factor",
@@ -134,6 +139,8 @@ DEEPSEEK_V3 = MoeKeys(
     top_groups="topk_group",
     score_bias=True,
 )
+QWEN3_5_MOE = replace(QWEN2_MOE, num_experts=("num_experts",), sparse="all", normalize=True)
+QWEN3_NEXT = replace(QWEN2_MOE, num_experts=("num_experts",), normalize_unsaid=True)
 GPT_OSS = replace(MIXTRAL, biases=True)
 GLM4_MOE_LITE = replace(DEEPSEEK_V3, sparse="named")
 OLMOE = replace(QWEN3_MOE, ffn_hidden_size="intermediate_size", sparse="all")
@@ -182,7 +189,27 @@ _QWEN3_5_ONLY: Only = MappingProxyType(
         "use_sliding_window": (False, "sliding-window attention"),
     }
 )
+_QWEN3_5_MOE_ONLY: Only = MappingProxyType(
+    {
+        **_QWEN3_5_ONLY,
+        # Which transformers reads of none of these models.
+        "norm_topk_prob": (True, "scores that are not divided by their sum"),
+        "mlp_only_layers": ([], "layers without experts"),
+        "decoder_sparse_step": (1, "layers without experts"),
+    }
+)
 
+QWEN3_5 = Family(
+    "qwen3_5",
+    ("qwen3_5_text",),
+    qk_norm=True,
+    rotary_share=0.25,
+    head_dim=256,
+    delta=True,
+    output_gate=True,
+    norm_offset=True,
+    only=_QWEN3_5_ONLY,
+)
 OLMO2 = Family(
     "olmo2", ("olmo2",), qk_norm=True, whole_qk_norm=True, pre_norms=False, post_norms=True, pad=1, eos=(50279,)
 )
@@ -201,18 +228,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "Qwen3ForCausalLM": Family(
             "qwen3", ("qwen3",), qk_norm=True, head_dim=128, window="upper", window_switch=True, window_default=4096
         ),
-        "Qwen3_5ForCausalLM": Family(
-            "qwen3_5",
-            ("qwen3_5_text",),
-            qk_norm=True,
-            rotary_share=0.25,
-            head_dim=256,
-            delta=True,
-            output_gate=True,
-            norm_offset=True,
-            only=_QWEN3_5_ONLY,
-            score_architecture="Qwen3_5TextForSequenceClassification",
+        "Qwen3_5ForCausalLM": replace(QWEN3_5, score_architecture="Qwen3_5TextForSequenceClassification"),
+        "Qwen3_5MoeForCausalLM": replace(
+            QWEN3_5,
+            name="qwen3_5_moe",
+            model_types=("qwen3_5_moe_text",),
+            moe=QWEN3_5_MOE,
+            ffn_hidden_size="shared_expert_intermediate_size",
+            only=_QWEN3_5_MOE_ONLY,
         ),
+        "Qwen3NextForCausalLM": replace(QWEN3_5, name="qwen3_next", model_types=("qwen3_next",), moe=QWEN3_NEXT),
         "Qwen3MoeForCausalLM": Family(
             "qwen3_moe",
             ("qwen3_moe",),

@@ -22,7 +22,7 @@ BLOCK = 128  # rows and columns that share a scale
 UNSCALED_FAMILIES = ("llama", "mistral", "ministral3", "phi3")
 # Of whose experts SGLang loads no scales of blocks (models/gpt_oss.py, granitemoe.py).
 STACKED_FAMILIES = ("gpt_oss", "granitemoe")
-LINEAR_FAMILIES = ("qwen3_5",)  # of which it was not tried what SGLang holds in FP8
+LINEAR_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # of which it was not tried what SGLang holds in FP8
 UNQUANTISED = ("mlp.router.weight", SHARED_GATE)
 
 

@@ -29,7 +29,6 @@ _REQUIRED = (
     "num_hidden_layers",
     "hidden_size",
     "num_attention_heads",
-    "intermediate_size",
     "vocab_size",
     "max_position_embeddings",
     "rms_norm_eps",
@@ -83,7 +82,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn_hidden_size=fields.count("intermediate_size"),
+        ffn_hidden_size=fields.count(family.ffn_hidden_size),
         vocab_size=fields.count("vocab_size"),
         max_positions=fields.count("max_position_embeddings"),
         rope=rope,
@@ -157,13 +156,14 @@ def _check_model_type(fields: Fields, family: Family, architecture: str) -> None
 
 def _check_present(fields: Fields, family: Family, architecture: str) -> None:
     wanted = [*_REQUIRED, *(_MLA_REQUIRED if family.mla else ()), *(DELTA_REQUIRED if family.delta else ())]
+    wanted.append(family.ffn_hidden_size)
     if family.moe is not None:
         keys = family.moe
         wanted += [fields.first(keys.num_experts), keys.ffn_hidden_size, "num_experts_per_tok"]
         named = keys.num_shared, keys.shared_ffn_hidden_size, keys.scaling_factor, keys.num_groups, keys.top_groups
         wanted += [key for key in named if key]
         wanted += ["first_k_dense_replace"] if keys.sparse == "after" else []
-    missing = [key for key in wanted if key not in fields.raw]
+    missing = [key for key in dict.fromkeys(wanted) if key not in fields.raw]
     if missing:
         raise UserError(f"{fields.path} lacks {', '.join(missing)}: it is not a whole config of {architecture}.")
 
@@ -249,11 +249,11 @@ def _shared(fields: Fields, keys: MoeKeys, ffn: int) -> int:
 
 
 def _normalizes(fields: Fields, keys: MoeKeys) -> bool:
-    """Whether chosen scores are divided by their sum; where no key says, it is True for DeepSeek and False for Qwen."""
+    """Whether chosen scores are divided by their sum."""
     if isinstance(keys.normalize, bool):
         return keys.normalize
     # null is an answer here, unlike elsewhere: transformers takes it as False.
-    return fields.flag(keys.normalize, keys.score == "sigmoid" and keys.normalize not in fields.raw)
+    return fields.flag(keys.normalize, keys.normalize_unsaid and keys.normalize not in fields.raw)
 
 
 def _sparse_layers(fields: Fields, keys: MoeKeys, layers: int) -> frozenset[int]:

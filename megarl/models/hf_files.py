@@ -17,11 +17,13 @@ from megarl.models.config import ModelConfig
 from megarl.models.hf_fp8 import FP8, SCALE_DTYPES, scale_name
 from megarl.models.hf_header import BITS, read_header
 from megarl.models.hf_mxfp4 import GROUP, STORED, blocks_name, blocks_shape, scales_name
+from megarl.models.hf_stacked import STACKED_FAMILIES, stacked
 
 SHOWN = 5
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_PREDICTION_LAYERS = 8
+PREDICTING_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # whose layers for further tokens are called mtp
 AGAIN = "Copy or export the model again."
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK_BYTES = 4 * 2**20
@@ -150,6 +152,8 @@ def check_index(
     """The same of an index that was read: its names are those of a folder of this config."""
     index = _with_packed(index, expected) if config.mxfp4 else index
     problems: defaultdict[str, list[str]] = defaultdict(list)
+    if config.family in STACKED_FAMILIES and config.moe is not None:
+        index = _one_by_one(index, expected, config.moe.num_experts, problems)
     problems["missing"] = sorted(set(expected) - set(index))
     problems["not in the config"] = sorted(
         set(index) - set(expected) - _unused(index, config) - _scales_of(expected, index)
@@ -179,6 +183,31 @@ def check_index(
     return index | found
 
 
+def _one_by_one(
+    index: dict[str, TensorInfo], expected: dict[str, tuple[int, ...]], experts: int, problems: dict[str, list[str]]
+) -> dict[str, TensorInfo]:
+    """The same, with tensors of each expert in the place of one of all. problems: of another shape, it is added."""
+    found = dict(index)
+    for name, parts in stacked(expected).items():
+        if name not in index or not index.keys().isdisjoint(parts):
+            continue
+        info = found.pop(name)
+        rows, columns = sum(expected[part][0] for part in parts), expected[parts[0]][1]
+        if info.shape != (experts, rows // experts, columns):
+            wanted = [experts, rows // experts, columns]
+            problems["of another shape"].append(f"{name} is {list(info.shape)}, the config says {wanted}")
+        offset = info.offset
+        for part in parts:
+            found[part] = replace(info, shape=expected[part], offset=offset)
+            offset += content_bytes(found[part])
+    return found
+
+
+def content_bytes(info: TensorInfo) -> int:
+    """Of a tensor's content on disk."""
+    return math.prod(info.shape) * BITS[info.dtype] // 8
+
+
 def untied(folder: Path) -> UserError:
     """Of a config that ties what the weights have apart: transformers ties the two only where they are the same."""
     return UserError(
@@ -192,7 +221,7 @@ def are_same(one: TensorInfo, other: TensorInfo) -> bool:
     """Whether two tensors have the same shape, dtype and bytes; no more than a block of each is held. Raises UserError."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    left = math.prod(one.shape) * BITS[one.dtype] // 8
+    left = content_bytes(one)
     try:
         with one.file.open("rb") as ours, other.file.open("rb") as theirs:
             ours.seek(one.offset)
@@ -269,11 +298,11 @@ def _unused(index: dict[str, TensorInfo], config: ModelConfig) -> set[str]:
 
     A stored copy of a tied head, which is held against the embedding; rotary frequencies, which the config gives; and the
     layers behind the last that predict further tokens (DeepSeek-V3's multi-token prediction, known by their `eh_proj`), which
-    transformers leaves out too (and Qwen3.5's, by a name of their own).
+    transformers leaves out too (and those of the PREDICTING_FAMILIES, by a name of their own).
     """
     layers = range(config.num_layers, config.num_layers + MAX_PREDICTION_LAYERS)
     extra = [f"model.layers.{i}." for i in layers if f"model.layers.{i}.eh_proj.weight" in index]
-    extra += ["mtp."] if config.family == "qwen3_5" else []
+    extra += ["mtp."] if config.family in PREDICTING_FAMILIES else []
     unused = {name for name in index if name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(extra))}
     return unused | ({HEAD} if config.tied_embeddings else set())
 

@@ -64,6 +64,7 @@ MULTIMODALS: Mapping[str, Multimodal] = MappingProxyType(
         "Qwen2_5_VLForConditionalGeneration": Multimodal("qwen2_5_vl", _QWEN2, {"qwen2_5_vl_text": "qwen2"}),
         "Qwen3VLForConditionalGeneration": Multimodal("qwen3_vl", _NEWER, {"qwen3_vl_text": "qwen3"}),
         "Qwen3_5ForConditionalGeneration": Multimodal("qwen3_5", _NEWER),
+        "Qwen3_5MoeForConditionalGeneration": Multimodal("qwen3_5_moe", _NEWER),
         "Glm4vForConditionalGeneration": Multimodal("glm4v", _NEWER, {"glm4v_text": "glm4"}),
     }
 )

@@ -50,6 +50,10 @@ DELTA_IN = (
     ("linear_attn.in_proj_b.weight", "value_heads hidden"),
     ("linear_attn.in_proj_a.weight", "value_heads hidden"),
 )
+DELTA_IN_TWO = (
+    ("linear_attn.in_proj_qkvz.weight", "delta_keys_to_gates hidden"),
+    ("linear_attn.in_proj_ba.weight", "delta_numbers hidden"),
+)
 QKV_BIAS = (
     ("self_attn.q_proj.bias", "queries"),
     ("self_attn.k_proj.bias", "keys"),
@@ -154,7 +158,8 @@ LAYER = (
     ),
     # ... or Gated DeltaNet in attention's place.
     Row("input_layernorm.weight", (("input_layernorm.weight", "hidden"),), when="delta"),
-    Row("self_attention.linear_in.weight", DELTA_IN, "rows", "key_heads", "delta"),
+    Row("self_attention.linear_in.weight", DELTA_IN, "rows", "key_heads", "delta delta_in_four"),
+    Row("self_attention.linear_in.weight", DELTA_IN_TWO, "rows", "key_heads", "delta delta_in_two"),
     Row(
         "self_attention.conv_weight",
         (("linear_attn.conv1d.weight", "delta_keys+delta_keys+delta_values one conv"),),

@@ -170,6 +170,8 @@ def _features(config: ModelConfig, layer: int) -> frozenset[str]:
     found = {
         "heads": mla is None and layer not in config.linear_layers,
         "delta": layer in config.linear_layers,
+        "delta_in_two": config.family == "qwen3_next",
+        "delta_in_four": config.family != "qwen3_next",
         "attention": layer not in config.linear_layers,
         "latent": mla is not None,
         "direct_queries": mla is not None and mla.q_rank is None,
@@ -231,6 +233,8 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
             "delta_keys": delta.num_key_heads * delta.key_dim,
             "delta_values": delta.num_value_heads * delta.value_dim,
             "delta_value": delta.value_dim,
+            "delta_keys_to_gates": 2 * (delta.num_key_heads * delta.key_dim + delta.num_value_heads * delta.value_dim),
+            "delta_numbers": 2 * delta.num_value_heads,
             "conv": delta.conv_width,
         }
     if config.moe is not None:

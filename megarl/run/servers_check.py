@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 KEY = "rollout.servers"
 OWN_WEIGHTS = "0"  # the version of weights that no run has sent
 SEPARATE_EXPERTS = "--disable-shared-experts-fusion"
-ALL_SPARSE = ("qwen2_moe", "qwen3_moe")  # families that SGLang builds with experts in all layers
+ALL_SPARSE = ("qwen2_moe", "qwen3_moe", "qwen3_next")  # families that SGLang builds with experts in all layers
 ATTENTION = "-attention-backend"  # and of prefill and decode apart
 SLIDING_FAMILIES = ("gemma3", "gpt_oss", "olmo3", "exaone4")  # whose windows SGLang keeps to
 HEAD_EPS = {"exaone4": 1e-6}  # of norms of queries and keys that SGLang gives no other (models/exaone4.py)
 PERIODIC = ("exaone4",)  # families of which SGLang counts the layers with windows
 # Families that SGLang builds with a head of its own, and those whose head it does not load.
-OWN_HEADS = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_lite", "gpt_oss", "olmoe")
+OWN_HEADS = ("qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "glm4_moe", "glm4_moe_lite", "gpt_oss", "olmoe")
 TIED_HEADS = ("gemma3",)
 UNSCALED = ("mixtral", "granitemoe")  # families that SGLang builds with plain RoPE
 BUILT_AS_STORED = ("gpt_oss",)  # families of which SGLang builds parts in the dtype that the config names
@@ -158,13 +158,13 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
 
     0.5.21 knows no sliding window in models of Llama's kind (models/qwen2.py, qwen3.py, qwen3_moe.py, mistral.py, ministral3.py,
     mixtral.py, and llama.py for Phi-3): they attend to all tokens. It reads neither mlp_only_layers nor decoder_sparse_step
-    (models/qwen2_moe.py, qwen3_moe.py: every layer is sparse): weights of a dense layer would go nowhere, and experts that
-    nothing fills would answer.
-    The OWN_HEADS it builds in any case (models/qwen2_moe.py, qwen3_moe.py, mixtral.py, glm4_moe.py, glm4_moe_lite.py,
-    gpt_oss.py, olmoe.py), and nothing would fill them either; that of Gemma 3 it never loads (gemma3_causal.py). GLM-4.7-Flash
-    it builds with experts in all layers behind the first dense ones. Heads of attention of the NO_HEAD_DIM (models/mixtral.py,
-    olmo2.py, olmoe.py, granitemoe.py) are hidden_size / num_attention_heads wide there, whatever head_dim says, and RoPE of the
-    UNSCALED is never scaled.
+    (models/qwen2_moe.py, qwen3_moe.py, qwen3_next.py: every layer is sparse): weights of a dense layer would go nowhere, and
+    experts that nothing fills would answer.
+    The OWN_HEADS it builds in any case (models/qwen2_moe.py, qwen3_moe.py, qwen3_next.py, mixtral.py, glm4_moe.py,
+    glm4_moe_lite.py, gpt_oss.py, olmoe.py), and nothing would fill them either; that of Gemma 3 it never loads
+    (gemma3_causal.py). GLM-4.7-Flash it builds with experts in all layers behind the first dense ones. Heads of attention of
+    the NO_HEAD_DIM (models/mixtral.py, olmo2.py, olmoe.py, granitemoe.py) are hidden_size / num_attention_heads wide there,
+    whatever head_dim says, and RoPE of the UNSCALED is never scaled.
     """
     _check_windows(where, model, longest)
     _check_head_norms(where, model)

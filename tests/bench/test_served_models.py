@@ -5,7 +5,13 @@ from __future__ import annotations
 from bench.served_models import FAMILIES, cases, failed
 from tests.support.tiny import CONFIGS, tiny_config
 
-ON_CUDA = ("deepseek_v3", "glm4_moe_lite", "qwen3_5")  # whose attention SGLang has there alone
+ON_CUDA = (
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+)  # whose attention SGLang has there alone
 
 
 def test_every_family_that_is_served_here_is_among_them_with_both_heads() -> None:

@@ -80,6 +80,7 @@ def assert_same_bytes(found, expected):
         "gpt_oss",
         "olmo3",
         "qwen3_5",
+        "qwen3_5_moe",
         "gemma3",
     ],
 )

@@ -39,6 +39,7 @@ FAMILIES = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Glm4vForConditionalGeneration": "glm4",
 }
 LLAVA, QWEN3 = "LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration"
@@ -141,6 +142,52 @@ def test_there_and_back(tmp_path, architecture, tied, how):
         assert torch.equal(after[name], wanted), name
     learned = text_logits(trained, IDS)
     assert torch.equal(learned, text_logits(text, IDS)) and (learned - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("of_whole", "of_text"), [("one", "one"), ("one", "apart"), ("apart", "one")])
+def test_experts_in_one_tensor_and_one_by_one(tmp_path, of_whole, of_text):
+    """Published folders have them in one tensor, and those that transformers or megarl wrote one by one."""
+    whole, text = make(tmp_path / "whole", "Qwen3_5MoeForConditionalGeneration", False, "older"), tmp_path / "text"
+    take(whole, text)
+    for folder, form in ((whole, of_whole), (text, of_text)):
+        for file in folder.glob("*.safetensors"):
+            found = {"one": stacked, "apart": one_by_one}[form](load_file(file))
+            save_file(found, file, {"format": "pt"})
+    before = tensors(whole)
+    assert any(".experts.0." in name for name in before) == (of_whole == "apart")
+    assert any(".experts.0." in name for name in tensors(text)) == (of_text == "apart")
+    for file in text.glob("*.safetensors"):
+        save_file({name: tensor * 2 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    put(text, whole, tmp_path / "trained")
+    assert tensors(tmp_path / "trained").keys() == before.keys()
+    for name, tensor in tensors(tmp_path / "trained").items():
+        assert torch.equal(tensor, before[name] * (1 if "visual" in name else 2)), name
+
+
+def one_by_one(found):
+    """Tensors of all experts as those of each one."""
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    result = {}
+    for name, tensor in found.items():
+        prefix, _, kind = name.rpartition(".")
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            result[name] = tensor
+            continue
+        for expert, own in enumerate(tensor):
+            parts = zip(kinds[kind], own.chunk(len(kinds[kind])), strict=True)
+            result |= {f"{prefix}.{expert}.{part}.weight": rows.contiguous() for part, rows in parts}
+    return result
+
+
+def stacked(found):
+    """Tensors of each expert as those of all."""
+    result = {name: tensor for name, tensor in found.items() if ".experts." not in name}
+    for prefix in {name.partition(".experts.")[0] for name in found if ".experts.0." in name}:
+        own = lambda kind: [found[f"{prefix}.experts.{e}.{kind}.weight"] for e in range(4)]  # noqa: B023, E731
+        gates = [torch.cat(pair) for pair in zip(own("gate_proj"), own("up_proj"), strict=True)]
+        result |= {f"{prefix}.experts.gate_up_proj": torch.stack(gates)}
+        result |= {f"{prefix}.experts.down_proj": torch.stack(own("down_proj"))}
+    return result | {name: tensor for name, tensor in found.items() if name.endswith("_proj") and ".experts." in name}
 
 
 def test_config_is_what_transformers_understands(tmp_path):

@@ -23,6 +23,7 @@ from tests.support.platforms import chosen
 from tests.support.tiny import longrope
 
 PLATFORM = chosen()
+LINEAR = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
 # Name of a folder -> family and settings. Four layers, so that they can be assigned; a vocabulary that nothing divides.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 97}),
@@ -30,10 +31,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_key_value_heads": 1}),
     "mistral": ("mistral", {"vocab_size": 97}),
     "ministral3": ("ministral3", {"vocab_size": 97}),
-    "qwen3_5": (
-        "qwen3_5",
-        {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]},
-    ),
+    "qwen3_5": ("qwen3_5", LINEAR),
+    "qwen3_5_moe": ("qwen3_5_moe", LINEAR | {"vocab_size": 97}),
+    "qwen3_next": ("qwen3_next", LINEAR),
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen2_moe": ("qwen2_moe", {"vocab_size": 97}),
     "phi3": ("phi3", longrope(0.75) | {"tie_word_embeddings": True}),

@@ -32,6 +32,7 @@ SEED = 11
 VOCAB = 97  # padded under tensor parallel
 DENSE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 LATENT = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", *DENSE[1:])
+LINEAR = ("linear_in", *DENSE)
 SETTINGS = LoraSettings(rank=4, alpha=6, targets=DENSE)
 OPTIMIZER = Optimizer(name="sgd", lr=0.5, weight_decay=0.1, clip_grad=0.05)
 # One key-value head is fewer than the tensor-parallel ranks.
@@ -45,6 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo": ("olmo3", {"vocab_size": VOCAB}),
     # With a small epsilon the gated norm would blow up the rounding of whatever is near zero before it.
     "linear": ("qwen3_5", {"vocab_size": VOCAB, "rms_norm_eps": 1e-4}),
+    "linear in two": ("qwen3_next", {"vocab_size": VOCAB, "rms_norm_eps": 1e-4, "num_experts": 4}),
     "oss": ("gpt_oss", {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_local_experts": 4}),
 }
 # Whose checkpoint a case loads, after the other has written it.
@@ -53,7 +55,7 @@ RELOADED = {"pp full": "sp", "tp": "pp full"}
 
 def settings_of(model: str) -> LoraSettings:
     """The adapters of a model: on everything that can have some."""
-    own = {"deepseek": LATENT, "linear": ("linear_in", *DENSE), "oss": DENSE[:2]}  # routed experts have none
+    own = {"deepseek": LATENT, "linear": LINEAR, "linear in two": LINEAR, "oss": DENSE[:2]}  # routed experts have none
     return LoraSettings(rank=4, alpha=6, targets=own[model]) if model in own else SETTINGS
 
 
@@ -83,6 +85,7 @@ CASES = {
     "biases sp": Case("oss", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2)),
     "whole norms sp": Case("olmo", Layout(tp=2, sequence_parallel=True, world_size=2)),
     "linear attention sp": Case("linear", Layout(tp=2, sequence_parallel=True, world_size=2)),
+    "linear attention in two sp": Case("linear in two", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2)),
     "sandwich sp": Case("gemma", Layout(tp=2, sequence_parallel=True, world_size=2)),
 }
 

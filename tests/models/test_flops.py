@@ -125,7 +125,8 @@ def test_pairs_are_those_of_a_mask(lengths, window):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_torch_counts_the_same_on_transformers(tmp_path, family):
     # Linear attention is counted token by token, by hand: its chunks multiply more.
-    write_tiny_model(tmp_path, family, **({"layer_types": ["full_attention"] * 3} if family == "qwen3_5" else {}))
+    linear = family in ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+    write_tiny_model(tmp_path, family, **({"layer_types": ["full_attention"] * 3} if linear else {}))
     config = load_model_config(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"

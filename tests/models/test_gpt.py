@@ -70,6 +70,20 @@ CASES: list[tuple[str, dict[str, Any]]] = [
             "linear_num_value_heads": 2,
         },
     ),
+    ("qwen3_5_moe", {}),
+    ("qwen3_5_moe", {"tie_word_embeddings": True, "num_key_value_heads": 1, "num_experts_per_tok": 2}),
+    ("qwen3_next", {}),
+    (
+        "qwen3_next",
+        {
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [],
+            "linear_num_key_heads": 4,
+            "num_key_value_heads": 4,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
     ("qwen3_moe", {}),
     ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1, "decoder_sparse_step": 2}),
     ("qwen2_moe", {}),
@@ -392,6 +406,7 @@ def test_nothing_is_initialised_but_what_is_cut_is_marked(one_rank: Groups, tmp_
         ("glm4", {}, False),
         ("olmo2", {}, False),
         ("qwen3_5", {}, False),
+        ("qwen3_5_moe", {}, False),
     ],
 )
 def test_transformer_engine_is_used_where_it_can(

@@ -35,6 +35,8 @@ CASES = [
     ("mistral", {}),
     ("ministral3", {"tie_word_embeddings": True}),
     ("qwen3_5", {}),
+    ("qwen3_5_moe", {}),
+    ("qwen3_next", {}),
     ("qwen3_moe", {}),
     ("qwen2_moe", {}),
     ("phi3", {"tie_word_embeddings": True}),

@@ -51,7 +51,7 @@ from tests.support.tolerances import tolerance
 Result = dict[str, Any]
 BOUNDS = tolerance(PLATFORM)
 PREFIX = "base_model.model."
-LINEAR = re.compile(r"_proj(_with_mqa|_qkv|_z|_b|_a)?\.weight$")
+LINEAR = re.compile(r"_proj(_with_mqa|_qkvz?|_z|_ba?|_a)?\.weight$")
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_adapters_are_those_of_a_lora_by_hand(model: str, alone: dict[str, Resul
 def _fused(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     """HF's linears that share an A in Megatron: the gradients of their copies add up."""
     delta = tuple(f"in_proj_{name}" for name in ("qkv", "z", "b", "a"))
-    for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), delta):
+    for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), delta, ("in_proj_qkvz", "in_proj_ba")):
         for first in [name for name in gradients if f".{names[0]}.lora_A" in name]:
             copies = [first.replace(names[0], name) for name in names]
             total = torch.stack([gradients[copy] for copy in copies]).sum(0)
@@ -256,7 +256,19 @@ def test_targets_that_the_model_lacks_are_refused(root: Path, groups: Groups) ->
 
 
 @pytest.mark.parametrize(
-    "model", [*MODELS, "mixtral", "qwen2_moe", "qwen3_moe", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "direct"]
+    "model",
+    [
+        *MODELS,
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_5_moe",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+        "direct",
+    ],
 )
 def test_what_a_config_says_can_have_adapters_is_what_the_model_has(
     model: str, root: Path, groups: Groups, tmp_path: Path

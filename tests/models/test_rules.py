@@ -36,6 +36,8 @@ DEEPSEEK = replace(
         ("mistral", {}),
         ("ministral3", {}),
         ("qwen3_5", {"head_dim": 24}),
+        ("qwen3_5_moe", {}),
+        ("qwen3_next", {"linear_num_key_heads": 4, "tie_word_embeddings": True}),
         ("qwen3_moe", {}),
         ("qwen2_moe", {}),
         ("qwen2_moe", {"qkv_bias": False, "tie_word_embeddings": True}),

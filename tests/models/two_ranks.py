@@ -24,6 +24,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "head_dim": 32, "num_key_value_heads": 1}, TP),
     "qwen3_5": ("qwen3_5", {"vocab_size": 97}, TP),
     "qwen3_5-one-head": ("qwen3_5", {"num_key_value_heads": 1, "linear_num_value_heads": 2}, TP),
+    "qwen3_5_moe": ("qwen3_5_moe", {}, EP),
+    "qwen3_next": ("qwen3_next", {"num_key_value_heads": 1}, ETP),
     "qwen2": ("qwen2", {}, TP),
     "qwen2-one-head": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1, "vocab_size": 97}, TP),
     "llama": ("llama", {}, TP),

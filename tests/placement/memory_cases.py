@@ -94,6 +94,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "sinks": ("gpt_oss", "GptOss", SINKS),
     "linear attention": ("qwen3_5", "Qwen3_5", LINEAR),
+    "linear attention, experts": ("qwen3_5_moe", "Qwen3_5Moe", {**GATED, **LINEAR}),
 }
 
 

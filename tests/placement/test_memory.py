@@ -246,6 +246,7 @@ MEASURED = (
     Case("sinks", tokens=256),
     Case("linear attention", tokens=256),
     Case("linear attention", dtype="bfloat16", recompute="selective", tokens=256),
+    Case("linear attention, experts", dtype="bfloat16", tokens=256),
     Case("dense, growing queries", tokens=128),
     Case("dense, growing queries", dtype="bfloat16", tokens=256),
     Case("dense, qk norm", lora=Lora(rank=8), tokens=256),

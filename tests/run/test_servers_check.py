@@ -237,6 +237,15 @@ def test_a_shared_expert_with_a_gate_is_served_with_a_head_and_hashed_as_it_is(p
     mixtral = load_model_config(write_tiny_model(place.root / "mixtral", "mixtral", head_dim=own))
     with pytest.raises(UserError, match="MixtralForCausalLM with"):
         check_servers(cuda, mixtral, get_platform("cuda"))
+    following = load_model_config(write_tiny_model(place.root / "next", "qwen3_next", mlp_only_layers=[]))
+    probed = load_recipe(place.recipe, ["model.dtype=bfloat16"]).recipe
+    check_servers(probed, following, get_platform("cuda"))
+    for other, says in (
+        (replace(following, tied_embeddings=True), "Qwen3NextForCausalLM with a head of its own"),
+        (replace(following, moe_layers=frozenset({1, 2})), "layers 0 of the model have an MLP without experts"),
+    ):
+        with pytest.raises(UserError, match=says):
+            check_servers(probed, other, get_platform("cuda"))
     yarn = replace(mixtral, head_dim=own // 2, rope=replace(mixtral.rope, kind="yarn", factor=4.0))
     with pytest.raises(UserError, match=r"scaled \(yarn .* MixtralForCausalLM with plain RoPE"):
         check_servers(cuda, yarn, get_platform("cuda"))

@@ -119,7 +119,8 @@ def unused_models() -> tuple[str, ...]:
 
     from tests.support.tiny import CONFIGS, tiny_config
 
-    served = [family for family in CONFIGS if family != "qwen3_5"]  # which no server on a CPU has
+    on_cuda = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # which no server on a CPU has
+    served = [family for family in CONFIGS if family not in on_cuda]
     names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[tiny_config(family).model_type] for family in served]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({"architectures": names}))

@@ -14,6 +14,8 @@ CONFIGS = {
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
     "qwen3_5": "Qwen3_5TextConfig",
+    "qwen3_5_moe": "Qwen3_5MoeTextConfig",
+    "qwen3_next": "Qwen3NextConfig",
     "qwen3_moe": "Qwen3MoeConfig",
     "qwen2_moe": "Qwen2MoeConfig",
     "llama": "LlamaConfig",
@@ -35,15 +37,24 @@ CONFIGS = {
     "gemma3": "Gemma3TextConfig",
     "gpt_oss": "GptOssConfig",
 }
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+GATED: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
 # What a family has beside the common sizes; small enough for a CPU, and every feature at work.
 OWN: dict[str, dict[str, Any]] = {
-    "qwen3_5": {
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-    },
+    "qwen3_5": LINEAR,
+    "qwen3_5_moe": {**LINEAR, **GATED},
+    "qwen3_next": {**LINEAR, **GATED, "mlp_only_layers": [1]},
     "qwen3_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 3,
@@ -51,14 +62,7 @@ OWN: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
-    "qwen2_moe": {
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 48,
-        "shared_expert_intermediate_size": 80,
-        "norm_topk_prob": False,
-        "mlp_only_layers": [1],
-    },
+    "qwen2_moe": {**GATED, "norm_topk_prob": False, "mlp_only_layers": [1]},
     "mistral": {"sliding_window": None},
     "ministral3": {
         "rope_parameters": {
@@ -248,6 +252,8 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     }
     if family in ("qwen2", "qwen2_moe", "deepseek_v3", "glm4_moe_lite"):
         settings.pop("head_dim")
+    if family == "qwen3_5_moe":
+        settings.pop("intermediate_size")  # no layer has an MLP without experts
     return getattr(transformers, CONFIGS[family])(**deepcopy(settings))  # transformers writes into what it is given
 
 

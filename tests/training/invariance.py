@@ -63,6 +63,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "no positions": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1]}),
     "whole norms, experts": ("olmoe", {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}),
     "linear": ("qwen3_5", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
+    "linear, experts": (
+        "qwen3_5_moe",
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "sinks": ("gpt_oss", {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "critic": ("qwen3", {"num_hidden_layers": 4}),
     "reward": ("qwen3", {"num_hidden_layers": 4}),

@@ -58,6 +58,7 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("whole norms, experts", 2): [{"tp": 2, **SP, "ep": 2}],
     ("sinks", 2): [{"tp": 2, **SP}, {"tp": 2, **SP, "ep": 2}],
     ("linear", 2): [{"tp": 2, **SP}],
+    ("linear, experts", 2): [{"tp": 2, **SP, "ep": 2}],
 }
 # What the benchmark measures beside them: the axes one by one, and more of their products.
 MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
@@ -119,6 +120,8 @@ MORE_LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("sinks", 2): [{"cp": 2}, {"pp": 2}, {"ep": 2}],
     ("linear", 2): [{"tp": 2}, {"pp": 2}, {}],
     ("linear", 4): [{"tp": 2, **SP, "pp": 2}],
+    ("linear, experts", 2): [{"tp": 2, **SP, "etp": 2}, {"pp": 2}, {"ep": 2}],
+    ("linear, experts", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}],
     ("sinks", 4): [{"tp": 2, **SP, "pp": 2, "ep": 2}, {"tp": 2, **SP, "cp": 2, "ep": 2}],
 }
 RECOMPUTED = [
