@@ -57,7 +57,9 @@ class Family:
 
     model_types: what `model_type` may be, by which transformers chooses the model; the first is transformers' own.
     qkv_bias, qk_norm: a key that says, or the answer where there is none; qkv_bias_unsaid: what a key says that is not there.
+    output_bias: a key that says whether attention's output has one.
     rotary_share: which part of a head RoPE turns where no key says; None: all of it, and no key may say otherwise.
+    rotary_width: a key that says how many elements of a head those are.
     position_scale: queries grow with their position, as the object that describes the scaling says (Rope).
     longrope: transformers scales its positions by LongRoPE and in no other way. interleaved: it turns neighbours.
     rope_unsaid: the object that describes the scaling, where no key does. head_dim: where no key says; None: the hidden size
@@ -80,8 +82,10 @@ class Family:
     model_types: tuple[str, ...]
     qkv_bias: bool | str = False
     qkv_bias_unsaid: bool = False
+    output_bias: str | None = None
     qk_norm: bool | str = False
     rotary_share: float | None = None
+    rotary_width: str | None = None
     position_scale: bool = False
     longrope: bool = False
     head_dim: int | None = None
@@ -134,6 +138,7 @@ DEEPSEEK_V3 = MoeKeys(
 )
 GPT_OSS = replace(MIXTRAL, biases=True)
 GLM4_MOE_LITE = replace(DEEPSEEK_V3, sparse="named")
+MINIMAX_M2 = replace(MIXTRAL, score="sigmoid", score_bias=True)
 OLMOE = replace(QWEN3_MOE, ffn_hidden_size="intermediate_size", sparse="all")
 
 _QWEN2_ONLY: Only = MappingProxyType({key: value for key, value in COMMON.items() if key != "attention_bias"})
@@ -170,6 +175,17 @@ _GEMMA3_ONLY: Only = MappingProxyType(
     }
 )
 _OLMOE_ONLY: Only = MappingProxyType({**COMMON, "clip_qkv": (None, "clipped queries, keys and values")})
+_MINIMAX_M2_ONLY: Only = MappingProxyType(
+    {
+        **{key: value for key, value in COMMON.items() if key != "partial_rotary_factor"},
+        "scoring_func": ("sigmoid", "another score of the experts"),
+        "use_routing_bias": (True, "a choice of the experts by their scores alone"),
+        "use_qk_norm": (True, "queries and keys without norms"),
+        "qk_norm_type": ("per_layer", "other norms of queries and keys"),
+        "shared_intermediate_size": (0, "shared experts"),
+        "sliding_window": (None, "sliding-window attention"),
+    }
+)
 _OLMO3_ONLY: Only = MappingProxyType({**COMMON, "sliding_window_pattern": (4, "other layers with windows")})
 
 _QWEN3_5_ONLY: Only = MappingProxyType(
@@ -327,7 +343,29 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window_period=4,
             window_default=4096,
         ),
+        "SeedOssForCausalLM": Family(
+            "seed_oss",
+            ("seed_oss",),
+            qkv_bias="attention_bias",
+            qkv_bias_unsaid=True,
+            output_bias="attention_out_bias",
+            head_dim=128,
+            pad=1,
+            only=_QWEN2_ONLY,
+        ),
         "SmolLM3ForCausalLM": Family("smollm3", ("smollm3",), unrotated="named", theta=2e6, tied=True, pad=128004),
+        "MiniMaxM2ForCausalLM": Family(
+            "minimax_m2",
+            ("minimax_m2",),
+            qk_norm=True,
+            whole_qk_norm=True,
+            rotary_share=1.0,
+            rotary_width="rotary_dim",
+            head_dim=128,
+            moe=MINIMAX_M2,
+            theta=5e6,
+            only=_MINIMAX_M2_ONLY,
+        ),
         "OlmoeForCausalLM": Family(
             "olmoe", ("olmoe",), qk_norm=True, whole_qk_norm=True, moe=OLMOE, pad=1, only=_OLMOE_ONLY
         ),

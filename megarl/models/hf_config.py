@@ -71,7 +71,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     layers, hidden = fields.count("num_hidden_layers", most=MOST_LAYERS), fields.count("hidden_size")
     heads, kv_heads, head_dim, mla = _heads(fields, family, hidden)
     window, local_layers = read_window(fields, family, layers, architecture)
-    rotary_dim = None if family.rotary_share is None else read_rotary_dim(fields, head_dim, family.rotary_share)
+    rotary_dim = read_rotary_dim(fields, family, head_dim)
     rope, local_rope = read_ropes(fields, family, rotary_dim)
     moe, moe_layers = _moe(fields, family, layers) if family.moe else (None, frozenset())
     mxfp4 = moe is not None and moe.biases and is_mxfp4(fields)
@@ -99,6 +99,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         interleaved_rope=family.interleaved,
         activation=family.activation,
         sinks=family.sinks,
+        output_bias=family.sinks or (family.output_bias is not None and fields.flag(family.output_bias, False)),
         norm_offset=family.gemma or family.norm_offset,
         output_gate=family.output_gate,
         pre_norms=family.pre_norms,

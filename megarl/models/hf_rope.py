@@ -61,22 +61,27 @@ def read_rope(
     return rope
 
 
-def read_rotary_dim(fields: Fields, head_dim: int, default: float) -> int:
-    """How many elements of a head are rotated. default: share of the head where no key says. Raises UserError."""
-    part = _described(fields)
-    share = part.get(SHARE, fields.raw.get(SHARE, default))
+def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int | None:
+    """How many elements of a head are rotated; None in a family that always rotates all. Raises UserError."""
+    if family.rotary_share is None:
+        return None
+    part, key = _described(fields), family.rotary_width
+    width = None if key is None or fields.get(key) is None else fields.count(key)
+    share = part.get(SHARE, fields.raw.get(SHARE, family.rotary_share if width is None else width / head_dim))
     if share is None:  # an answer here, unlike elsewhere
         raise UserError(
             f"{fields.path}: {SHARE} is null, which neither transformers nor SGLang takes. Write the share of each head that is "
             "rotated in its place: 1.0 is all of it."
         )
     share = Fields({SHARE: share}, fields.path).number(SHARE)
-    width = int(min(share, 2.0) * head_dim)
-    if share > 1 or width < 2 or width % 2:
+    rotated = int(min(share, 2.0) * head_dim)
+    if share > 1 or rotated < 2 or rotated % 2:
         fields.refuse(
             SHARE, share, f"a share of the head's {head_dim} elements is wanted that is an even number of them"
         )
-    return width
+    if key is not None and width not in (None, rotated):  # transformers reads the one, and SGLang the other
+        fields.refuse(key, width, f"{SHARE} {share} of the head's {head_dim} elements is {rotated}, and both have to agree")
+    return rotated
 
 
 def _by_position(fields: Fields, unsaid: Mapping[str, Any] | None, rope: Rope) -> Rope:
