@@ -14,6 +14,8 @@ LANGUAGE_MODEL, SCORE_MODEL = "ForCausalLM", "ForSequenceClassification"
 # Key -> the one value that megarl's model stands for, and what another value would ask for.
 Only = Mapping[str, tuple[Any, str]]
 
+A_LAYER = "attn_type_list"  # says it of each layer: a list
+
 COMMON: Only = MappingProxyType(
     {
         "attention_bias": (False, "biases in attention"),
@@ -183,6 +185,7 @@ _MINIMAX_M2_ONLY: Only = MappingProxyType(
         "use_qk_norm": (True, "queries and keys without norms"),
         "qk_norm_type": ("per_layer", "other norms of queries and keys"),
         "shared_intermediate_size": (0, "shared experts"),
+        A_LAYER: (1, "linear attention"),
         "sliding_window": (None, "sliding-window attention"),
     }
 )

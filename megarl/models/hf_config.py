@@ -14,7 +14,7 @@ from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.hub.names import address
 from megarl.models.config import Mla, ModelConfig, Moe
-from megarl.models.families import FAMILIES, LANGUAGE_MODEL, SCORE_MODEL, Family, MoeKeys, score_architecture
+from megarl.models.families import A_LAYER, FAMILIES, LANGUAGE_MODEL, SCORE_MODEL, Family, MoeKeys, score_architecture
 from megarl.models.hf_beside import files_beside
 from megarl.models.hf_delta import DELTA_REQUIRED, read_delta
 from megarl.models.hf_fields import Fields, refuse_feature, shown
@@ -173,10 +173,14 @@ def _check_features(fields: Fields, family: Family, architecture: str) -> None:
     asked = [
         f"{key}={shown(value)} ({what})"
         for key, (only, what) in family.only.items()
-        if (value := fields.get(key)) is not None and value != only
+        if (value := fields.get(key)) is not None and not _is_only(key, value, only)
     ]
     if asked:
         refuse_feature(fields, ", ".join(asked), architecture)
+
+
+def _is_only(key: str, value: Any, only: Any) -> bool:
+    return value == only if key != A_LAYER or not isinstance(value, list) else all(each == only for each in value)
 
 
 def _heads(fields: Fields, family: Family, hidden: int) -> tuple[int, int, int, Mla | None]:

@@ -65,8 +65,7 @@ def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int | None
     """How many elements of a head are rotated; None in a family that always rotates all. Raises UserError."""
     if family.rotary_share is None:
         return None
-    part, key = _described(fields), family.rotary_width
-    width = None if key is None or fields.get(key) is None else fields.count(key)
+    part, width = _described(fields), _rotary_width(fields, family, head_dim)
     share = part.get(SHARE, fields.raw.get(SHARE, family.rotary_share if width is None else width / head_dim))
     if share is None:  # an answer here, unlike elsewhere
         raise UserError(
@@ -79,9 +78,22 @@ def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int | None
         fields.refuse(
             SHARE, share, f"a share of the head's {head_dim} elements is wanted that is an even number of them"
         )
-    if key is not None and width not in (None, rotated):  # transformers reads the one, and SGLang the other
-        fields.refuse(key, width, f"{SHARE} {share} of the head's {head_dim} elements is {rotated}, and both have to agree")
+    if family.rotary_width is not None and width not in (None, rotated):  # transformers reads the one, SGLang the other
+        fields.refuse(
+            family.rotary_width, width, f"{rotated} is wanted, which {SHARE} {share} is of {head_dim} elements"
+        )
     return rotated
+
+
+def _rotary_width(fields: Fields, family: Family, head_dim: int) -> int | None:
+    """The same as a number, where the family has a key for that and the config has it. Raises UserError."""
+    key = family.rotary_width
+    if key is None or fields.get(key) is None:
+        return None
+    width = fields.count(key, least=2)
+    if width > head_dim or width % 2:
+        fields.refuse(key, width, f"an even number of the head's {head_dim} elements is wanted")
+    return width
 
 
 def _by_position(fields: Fields, unsaid: Mapping[str, Any] | None, rope: Rope) -> Rope:

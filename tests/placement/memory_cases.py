@@ -92,6 +92,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Olmoe",
         {"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96},
     ),
+    "bias behind attention": ("seed_oss", "SeedOss", {"attention_out_bias": True}),
+    "whole norms, partly rotated": (
+        "minimax_m2",
+        "MiniMaxM2",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96, "rotary_dim": 16},
+    ),
     "sinks": ("gpt_oss", "GptOss", SINKS),
     "linear attention": ("qwen3_5", "Qwen3_5", LINEAR),
 }
