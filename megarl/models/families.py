@@ -10,23 +10,21 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-LANGUAGE_MODEL, SCORE_MODEL = "ForCausalLM", "ForSequenceClassification"
-# Key -> the one value that megarl's model stands for, and what another value would ask for.
-Only = Mapping[str, tuple[Any, str]]
-
-A_LAYER = "attn_type_list"  # says it of each layer: a list
-
-COMMON: Only = MappingProxyType(
-    {
-        "attention_bias": (False, "biases in attention"),
-        "mlp_bias": (False, "biases in the MLP"),
-        "hidden_act": ("silu", "another activation"),
-        "partial_rotary_factor": (1.0, "RoPE over a part of each head"),
-        "is_causal": (True, "attention to later tokens"),
-        # SGLang caps logits of any family, and transformers Gemma's.
-        "final_logit_softcapping": (None, "soft-capped logits"),
-    }
+from megarl.models.family_limits import (
+    COMMON,
+    DEEPSEEK_ONLY,
+    GEMMA3_ONLY,
+    GLM4_ONLY,
+    GPT_OSS_ONLY,
+    MINIMAX_M2_ONLY,
+    OLMO3_ONLY,
+    OLMOE_ONLY,
+    Only,
+    PHI3_ONLY,
+    QWEN2_ONLY,
 )
+
+LANGUAGE_MODEL, SCORE_MODEL = "ForCausalLM", "ForSequenceClassification"
 
 
 @dataclass(frozen=True)
@@ -143,54 +141,6 @@ GLM4_MOE_LITE = replace(DEEPSEEK_V3, sparse="named")
 MINIMAX_M2 = replace(MIXTRAL, score="sigmoid", score_bias=True)
 OLMOE = replace(QWEN3_MOE, ffn_hidden_size="intermediate_size", sparse="all")
 
-_QWEN2_ONLY: Only = MappingProxyType({key: value for key, value in COMMON.items() if key != "attention_bias"})
-_DEEPSEEK_ONLY: Only = MappingProxyType(
-    {
-        **COMMON,
-        "rope_interleave": (True, "RoPE over halves"),
-        "scoring_func": ("sigmoid", "another score of the experts"),
-        "topk_method": ("noaux_tc", "another choice of the experts"),
-        "moe_layer_freq": (1, "experts in some layers only"),
-    }
-)
-_PHI3_ONLY: Only = MappingProxyType(
-    {key: value for key, value in COMMON.items() if key not in ("attention_bias", "mlp_bias", "partial_rotary_factor")}
-)
-_GLM4_ONLY: Only = MappingProxyType(
-    {key: value for key, value in COMMON.items() if key not in ("attention_bias", "partial_rotary_factor")}
-)
-_GPT_OSS_ONLY: Only = MappingProxyType(
-    {
-        **COMMON,
-        "attention_bias": (True, "attention without biases"),
-        "swiglu_limit": (7.0, "another limit of the gate"),  # transformers knows one, and SGLang asks for the key
-        "hidden_act_alpha": (1.702, "another slope of the gate"),  # SGLang's alone
-        "sliding_window_pattern": (2, "other layers with windows"),
-    }
-)
-_GEMMA3_ONLY: Only = MappingProxyType(
-    {
-        **{key: value for key, value in COMMON.items() if key != "hidden_act"},
-        "hidden_activation": ("gelu_pytorch_tanh", "another activation"),
-        "attn_logit_softcapping": (None, "soft-capped attention"),
-        "use_bidirectional_attention": (False, "attention to later tokens"),
-    }
-)
-_OLMOE_ONLY: Only = MappingProxyType({**COMMON, "clip_qkv": (None, "clipped queries, keys and values")})
-_MINIMAX_M2_ONLY: Only = MappingProxyType(
-    {
-        **{key: value for key, value in COMMON.items() if key != "partial_rotary_factor"},
-        "scoring_func": ("sigmoid", "another score of the experts"),
-        "use_routing_bias": (True, "a choice of the experts by their scores alone"),
-        "use_qk_norm": (True, "queries and keys without norms"),
-        "qk_norm_type": ("per_layer", "other norms of queries and keys"),
-        "shared_intermediate_size": (0, "shared experts"),
-        A_LAYER: (1, "linear attention"),
-        "sliding_window": (None, "sliding-window attention"),
-    }
-)
-_OLMO3_ONLY: Only = MappingProxyType({**COMMON, "sliding_window_pattern": (4, "other layers with windows")})
-
 _QWEN3_5_ONLY: Only = MappingProxyType(
     {
         **{key: value for key, value in COMMON.items() if key != "partial_rotary_factor"},
@@ -211,7 +161,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window="upper",
             window_switch=True,
             window_default=4096,
-            only=_QWEN2_ONLY,
+            only=QWEN2_ONLY,
         ),
         "Qwen3ForCausalLM": Family(
             "qwen3", ("qwen3",), qk_norm=True, window="upper", window_switch=True, window_default=4096
@@ -243,7 +193,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qkv_bias="qkv_bias",
             qkv_bias_unsaid=True,
             moe=QWEN2_MOE,
-            only=_QWEN2_ONLY,
+            only=QWEN2_ONLY,
         ),
         "LlamaForCausalLM": Family("llama", ("llama",)),
         "MistralForCausalLM": Family("mistral", ("mistral",), window="all", window_default=4096),
@@ -269,11 +219,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             pad=11,
         ),
         "Phi3ForCausalLM": Family(
-            "phi3", ("phi3",), rotary_share=1.0, longrope=True, window="all", pad=32000, only=_PHI3_ONLY
+            "phi3", ("phi3",), rotary_share=1.0, longrope=True, window="all", pad=32000, only=PHI3_ONLY
         ),
         "MixtralForCausalLM": Family("mixtral", ("mixtral",), moe=MIXTRAL, window="all", theta=1e6),
         "DeepseekV3ForCausalLM": Family(
-            "deepseek_v3", ("deepseek_v3", "kimi_k2"), moe=DEEPSEEK_V3, mla=True, only=_DEEPSEEK_ONLY
+            "deepseek_v3", ("deepseek_v3", "kimi_k2"), moe=DEEPSEEK_V3, mla=True, only=DEEPSEEK_ONLY
         ),
         "Glm4ForCausalLM": Family(
             "glm4",
@@ -284,7 +234,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             interleaved=True,
             post_norms=True,
             pad=151329,
-            only=_GLM4_ONLY,
+            only=GLM4_ONLY,
         ),
         "Glm4MoeForCausalLM": Family(
             "glm4_moe",
@@ -293,10 +243,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qk_norm="use_qk_norm",
             rotary_share=0.5,
             moe=DEEPSEEK_V3,
-            only=_GLM4_ONLY,
+            only=GLM4_ONLY,
         ),
         "Glm4MoeLiteForCausalLM": Family(
-            "glm4_moe_lite", ("glm4_moe_lite",), moe=GLM4_MOE_LITE, mla=True, only=_DEEPSEEK_ONLY
+            "glm4_moe_lite", ("glm4_moe_lite",), moe=GLM4_MOE_LITE, mla=True, only=DEEPSEEK_ONLY
         ),
         "GptOssForCausalLM": Family(
             "gpt_oss",
@@ -320,7 +270,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window_period=2,
             window_default=128,
             theta=150000.0,
-            only=_GPT_OSS_ONLY,
+            only=GPT_OSS_ONLY,
         ),
         "GraniteForCausalLM": Family("granite", ("granite",), multipliers=True),
         "GraniteMoeForCausalLM": Family("granitemoe", ("granitemoe",), multipliers=True, moe=MIXTRAL),
@@ -333,7 +283,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window="pattern",
             window_period=4,
             window_default=4096,
-            only=_OLMO3_ONLY,
+            only=OLMO3_ONLY,
         ),
         "Exaone4ForCausalLM": Family(
             "exaone4",
@@ -354,7 +304,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             output_bias="attention_out_bias",
             head_dim=128,
             pad=1,
-            only=_QWEN2_ONLY,
+            only=QWEN2_ONLY,
         ),
         "SmolLM3ForCausalLM": Family("smollm3", ("smollm3",), unrotated="named", theta=2e6, tied=True, pad=128004),
         "MiniMaxM2ForCausalLM": Family(
@@ -367,10 +317,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             head_dim=128,
             moe=MINIMAX_M2,
             theta=5e6,
-            only=_MINIMAX_M2_ONLY,
+            only=MINIMAX_M2_ONLY,
         ),
         "OlmoeForCausalLM": Family(
-            "olmoe", ("olmoe",), qk_norm=True, whole_qk_norm=True, moe=OLMOE, pad=1, only=_OLMOE_ONLY
+            "olmoe", ("olmoe",), qk_norm=True, whole_qk_norm=True, moe=OLMOE, pad=1, only=OLMOE_ONLY
         ),
         "Gemma3ForCausalLM": Family(
             "gemma3",
@@ -383,7 +333,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             theta=1e6,
             tied=True,
             pad=0,
-            only=_GEMMA3_ONLY,
+            only=GEMMA3_ONLY,
             score_architecture="Gemma3TextForSequenceClassification",
         ),
     }

@@ -98,9 +98,9 @@ def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torc
     """Whether the layers are Transformer Engine's.
 
     It has neither norms behind attention and MLP, or over all heads, nor rotations that differ by layer (but in whether there is
-    one), sinks of packed sequences only in some kernels, no bias behind attention alone, and its kernels want values no wider than keys. In float32 its products
-    are TF32's, whatever torch is told, and it has no attention under context parallel (2.11). That has no window where keys and
-    values go from rank to rank, which is how Megatron asks for it.
+    one), nor a bias behind attention alone; sinks of packed sequences only in some kernels, and its kernels want values no wider
+    than keys. In float32 its products are TF32's, whatever torch is told, and it has no attention under context parallel (2.11).
+    That has no window where keys and values go from rank to rank, which is how Megatron asks for it.
     """
     apart = config.mixed_ropes or config.output_bias or config.delta or config.output_gate
     wide_values = config.mla is not None and config.mla.v_dim > config.head_dim
