@@ -19,9 +19,9 @@ from megarl.models.family_limits import (
     MINIMAX_M2_ONLY,
     OLMO3_ONLY,
     OLMOE_ONLY,
-    Only,
     PHI3_ONLY,
     QWEN2_ONLY,
+    Only,
 )
 
 LANGUAGE_MODEL, SCORE_MODEL = "ForCausalLM", "ForSequenceClassification"

@@ -163,9 +163,9 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
     nothing fills would answer.
     The OWN_HEADS it builds in any case (models/qwen2_moe.py, qwen3_moe.py, mixtral.py, glm4_moe.py, glm4_moe_lite.py,
     gpt_oss.py, olmoe.py, minimax_m2.py), and nothing would fill them either; that of Gemma 3 it never loads (gemma3_causal.py).
-    GLM-4.7-Flash it builds with experts in all layers behind the first dense ones. Heads of attention of the NO_HEAD_DIM (models/mixtral.py,
-    olmo2.py, olmoe.py, granitemoe.py) are hidden_size / num_attention_heads wide there, whatever head_dim says, and RoPE of the
-    UNSCALED is never scaled.
+    GLM-4.7-Flash it builds with experts in all layers behind the first dense ones. Heads of attention of the NO_HEAD_DIM
+    (models/mixtral.py, olmo2.py, olmoe.py, granitemoe.py) are hidden_size / num_attention_heads wide there, whatever head_dim
+    says, and RoPE of the UNSCALED is never scaled.
     """
     _check_windows(where, model, longest)
     _check_head_norms(where, model)
