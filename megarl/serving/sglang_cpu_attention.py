@@ -174,14 +174,13 @@ def _norm_one_by_one(model: torch.nn.Module) -> None:
     """
     for layer in model.modules():
         if (both := getattr(layer, "qk_norm_impl", None)) is not None:
-            one = [functools.partial(inspect.unwrap(type(norm).forward), norm) for norm in (layer.q_norm, layer.k_norm)]
-            both._forward_impl = functools.partial(_normed, *one)
+            both._forward_impl = functools.partial(_normed, layer)
 
 
-def _normed(
-    of_queries: Callable[[Tensor], Tensor], of_keys: Callable[[Tensor], Tensor], q: Tensor, k: Tensor
-) -> tuple[Tensor, Tensor]:
-    return of_queries(q), of_keys(k)
+def _normed(attention: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    norms = attention.q_norm, attention.k_norm
+    queries, keys = (inspect.unwrap(type(norm).forward)(norm, each) for norm, each in zip(norms, (q, k), strict=True))
+    return queries, keys
 
 
 def _admit_windows() -> None:
