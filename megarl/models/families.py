@@ -57,15 +57,15 @@ class Family:
 
     model_types: what `model_type` may be, by which transformers chooses the model; the first is transformers' own.
     qkv_bias, qk_norm: a key that says, or the answer where there is none; qkv_bias_unsaid: what a key says that is not there.
-    output_bias: a key that says whether attention's output has one.
+    output_bias: the same of the bias behind attention.
     rotary_share: which part of a head RoPE turns where no key says; None: all of it, and no key may say otherwise.
     rotary_width: a key that says how many elements of a head those are.
     position_scale: queries grow with their position, as the object that describes the scaling says (Rope).
     longrope: transformers scales its positions by LongRoPE and in no other way. interleaved: it turns neighbours.
     rope_unsaid: the object that describes the scaling, where no key does. head_dim: where no key says; None: the hidden size
     over the heads.
-    pre_norms, post_norms: norms before attention and MLP, and behind them. whole_qk_norm: see ModelConfig. sinks: attention has
-    them, and a bias behind its output (ModelConfig). unscaled_locally: layers with a window have RoPE that is not scaled.
+    pre_norms, post_norms: norms before attention and MLP, and behind them. whole_qk_norm: see ModelConfig. sinks: see there
+    too. unscaled_locally: layers with a window have RoPE that is not scaled.
     unrotated: which layers have no positions: those without a window in models that have windows ("global"), or those that
     no_rope_layers names, every fourth where no key says ("named").
     delta: layers that layer_types names have Gated DeltaNet (hf_delta). output_gate, norm_offset: see ModelConfig.
@@ -82,7 +82,7 @@ class Family:
     model_types: tuple[str, ...]
     qkv_bias: bool | str = False
     qkv_bias_unsaid: bool = False
-    output_bias: str | None = None
+    output_bias: bool | str = False
     qk_norm: bool | str = False
     rotary_share: float | None = None
     rotary_width: str | None = None
@@ -264,6 +264,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             head_dim=64,
             sinks=True,
+            output_bias=True,
             moe=GPT_OSS,
             activation="swiglu_clamped",
             window="pattern",

@@ -90,7 +90,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         rope=rope,
         norm_eps=fields.number("rms_norm_eps"),
         tied_embeddings=fields.flag("tie_word_embeddings", family.tied),
-        qkv_bias=_said(fields, family.qkv_bias, unsaid=family.qkv_bias_unsaid),
+        **_biases(fields, family),
         qk_norm=_said(fields, family.qk_norm),
         eos_token_ids=fields.counts("eos_token_id", lone=True),
         moe=moe,
@@ -100,7 +100,6 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         interleaved_rope=family.interleaved,
         activation=family.activation,
         sinks=family.sinks,
-        output_bias=family.sinks or (family.output_bias is not None and fields.flag(family.output_bias, False)),
         norm_offset=family.gemma or family.norm_offset,
         output_gate=family.output_gate,
         pre_norms=family.pre_norms,
@@ -117,6 +116,12 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         mxfp4=mxfp4,
     )
     return _with_head(config, fields, heads_of[architecture])
+
+
+def _biases(fields: Fields, family: Family) -> dict[str, Any]:
+    """Of attention, as ModelConfig calls them. Raises UserError."""
+    qkv = _said(fields, family.qkv_bias, unsaid=family.qkv_bias_unsaid)
+    return {"qkv_bias": qkv, "output_bias": _said(fields, family.output_bias)}
 
 
 def _said(fields: Fields, answer: bool | str, *, unsaid: bool = False) -> bool:
