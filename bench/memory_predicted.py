@@ -95,6 +95,8 @@ CASES = (
     Case("local", _at(2, tp=2, **SP), dtype="bfloat16"),
     Case("norms behind", _at(2, tp=2, **SP)),
     Case("whole norms, experts", _at(2, tp=2, ep=2, **SP)),
+    Case("bias behind attention", _at(2, tp=2, **SP)),
+    Case("whole norms, partly rotated", _at(2, tp=2, ep=2, **SP)),
     Case("linear attention", _at(2, tp=2, **SP), dtype="bfloat16"),
     Case("linear attention, experts", _at(2, tp=2, ep=2, **SP)),
     # Four ranks.

@@ -53,6 +53,7 @@ OF_YARN: dict[str, dict[str, Any]] = {
 PUBLISHED = "published"  # RoPE in the keys of OLMo-3's published configs
 HEADS = {"tied": TIED, "head of its own": UNTIED}
 WHOLE_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
+HALF = {"partial_rotary_factor": 0.5}
 # Family -> what all its models have here, and by what name those differ. Latent attention is served on CUDA alone.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "qwen2": ({}, {**HEADS, **SCALED}),
@@ -149,6 +150,30 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "other base": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
             "wide heads": {"head_dim": 32},
             "one key-value head": {"num_key_value_heads": 1},
+        },
+    ),
+    "seed_oss": (
+        {},
+        {
+            **HEADS,
+            **SCALED,
+            "no bias behind attention": {"attention_out_bias": False},
+            "no biases": {"attention_bias": False},
+            "other base": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+            "one key-value head": {"num_key_value_heads": 1},
+        },
+    ),
+    "minimax_m2": (
+        {},
+        {
+            **HEADS,
+            "linear": {"rope_parameters": LINEAR["rope_parameters"] | HALF},
+            "llama3": {"rope_parameters": LLAMA3 | HALF},
+            "RoPE over whole heads": WHOLE_ROPE,
+            "elements rotated, as published": {"rotary_dim": 8},
+            "wide heads": {"head_dim": 32},
+            "one key-value head": {"num_key_value_heads": 1},
+            "epsilon": {"rms_norm_eps": 1e-2},
         },
     ),
     "gemma3": (

@@ -115,8 +115,8 @@ class ModelConfig:
     positions (NoPE, arXiv 2305.19466).
     activation: of the MLP's gate; swiglu_clamped is x sigmoid(1.702 x) of what is at most 7, times what it lets through,
     between -7 and 7, plus 1 (gpt-oss).
-    sinks: each head has one more logit in its softmax's denominator, which is learned (arXiv 2309.17453), and attention's
-    output has a bias (gpt-oss).
+    sinks: each head has one more logit in its softmax's denominator, which is learned (arXiv 2309.17453).
+    output_bias: attention's output has a bias (gpt-oss).
     norm_offset: norms multiply by 1 + weight. pre_norms, post_norms: norms before attention and MLP, and behind them.
     whole_qk_norm: norms of queries and of keys, where there are any, are over all heads together (OLMo-2, arXiv 2501.00656).
     output_gate: attention's output is multiplied by a sigmoid of as many numbers of the token's own, which q_proj has (Qwen3.5).
@@ -155,6 +155,7 @@ class ModelConfig:
     interleaved_rope: bool = False
     activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"
     sinks: bool = False
+    output_bias: bool = False
     norm_offset: bool = False
     pre_norms: bool = True
     post_norms: bool = False

@@ -10,21 +10,23 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-LANGUAGE_MODEL, SCORE_MODEL = "ForCausalLM", "ForSequenceClassification"
-# Key -> the one value that megarl's model stands for, and what another value would ask for.
-Only = Mapping[str, tuple[Any, str]]
-
-COMMON: Only = MappingProxyType(
-    {
-        "attention_bias": (False, "biases in attention"),
-        "mlp_bias": (False, "biases in the MLP"),
-        "hidden_act": ("silu", "another activation"),
-        "partial_rotary_factor": (1.0, "RoPE over a part of each head"),
-        "is_causal": (True, "attention to later tokens"),
-        # SGLang caps logits of any family, and transformers Gemma's.
-        "final_logit_softcapping": (None, "soft-capped logits"),
-    }
+from megarl.models.family_limits import (
+    COMMON,
+    DEEPSEEK_ONLY,
+    GEMMA3_ONLY,
+    GLM4_ONLY,
+    GPT_OSS_ONLY,
+    MINIMAX_M2_ONLY,
+    OLMO3_ONLY,
+    OLMOE_ONLY,
+    PHI3_ONLY,
+    QWEN2_ONLY,
+    QWEN3_5_MOE_ONLY,
+    QWEN3_5_ONLY,
+    Only,
 )
+
+LANGUAGE_MODEL, SCORE_MODEL = "ForCausalLM", "ForSequenceClassification"
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,15 @@ class Family:
 
     model_types: what `model_type` may be, by which transformers chooses the model; the first is transformers' own.
     qkv_bias, qk_norm: a key that says, or the answer where there is none; qkv_bias_unsaid: what a key says that is not there.
+    output_bias: the same of the bias behind attention.
     rotary_share: which part of a head RoPE turns where no key says; None: all of it, and no key may say otherwise.
+    rotary_width: a key that says how many elements of a head those are.
     position_scale: queries grow with their position, as the object that describes the scaling says (Rope).
     longrope: transformers scales its positions by LongRoPE and in no other way. interleaved: it turns neighbours.
     rope_unsaid: the object that describes the scaling, where no key does. head_dim: where no key says; None: the hidden size
     over the heads.
-    pre_norms, post_norms: norms before attention and MLP, and behind them. whole_qk_norm: see ModelConfig. sinks: attention has
-    them, and a bias behind its output (ModelConfig). unscaled_locally: layers with a window have RoPE that is not scaled.
+    pre_norms, post_norms: norms before attention and MLP, and behind them. whole_qk_norm: see ModelConfig. sinks: see there
+    too. unscaled_locally: layers with a window have RoPE that is not scaled.
     unrotated: which layers have no positions: those without a window in models that have windows ("global"), or those that
     no_rope_layers names, every fourth where no key says ("named").
     delta: layers that layer_types names have Gated DeltaNet (hf_delta). output_gate, norm_offset: see ModelConfig.
@@ -84,8 +88,10 @@ class Family:
     model_types: tuple[str, ...]
     qkv_bias: bool | str = False
     qkv_bias_unsaid: bool = False
+    output_bias: bool | str = False
     qk_norm: bool | str = False
     rotary_share: float | None = None
+    rotary_width: str | None = None
     position_scale: bool = False
     longrope: bool = False
     head_dim: int | None = None
@@ -143,61 +149,8 @@ QWEN3_5_MOE = replace(QWEN2_MOE, num_experts=("num_experts",), sparse="all", nor
 QWEN3_NEXT = replace(QWEN2_MOE, num_experts=("num_experts",), normalize_unsaid=True)
 GPT_OSS = replace(MIXTRAL, biases=True)
 GLM4_MOE_LITE = replace(DEEPSEEK_V3, sparse="named")
+MINIMAX_M2 = replace(MIXTRAL, score="sigmoid", score_bias=True)
 OLMOE = replace(QWEN3_MOE, ffn_hidden_size="intermediate_size", sparse="all")
-
-_QWEN2_ONLY: Only = MappingProxyType({key: value for key, value in COMMON.items() if key != "attention_bias"})
-_DEEPSEEK_ONLY: Only = MappingProxyType(
-    {
-        **COMMON,
-        "rope_interleave": (True, "RoPE over halves"),
-        "scoring_func": ("sigmoid", "another score of the experts"),
-        "topk_method": ("noaux_tc", "another choice of the experts"),
-        "moe_layer_freq": (1, "experts in some layers only"),
-    }
-)
-_PHI3_ONLY: Only = MappingProxyType(
-    {key: value for key, value in COMMON.items() if key not in ("attention_bias", "mlp_bias", "partial_rotary_factor")}
-)
-_GLM4_ONLY: Only = MappingProxyType(
-    {key: value for key, value in COMMON.items() if key not in ("attention_bias", "partial_rotary_factor")}
-)
-_GPT_OSS_ONLY: Only = MappingProxyType(
-    {
-        **COMMON,
-        "attention_bias": (True, "attention without biases"),
-        "swiglu_limit": (7.0, "another limit of the gate"),  # transformers knows one, and SGLang asks for the key
-        "hidden_act_alpha": (1.702, "another slope of the gate"),  # SGLang's alone
-        "sliding_window_pattern": (2, "other layers with windows"),
-    }
-)
-_GEMMA3_ONLY: Only = MappingProxyType(
-    {
-        **{key: value for key, value in COMMON.items() if key != "hidden_act"},
-        "hidden_activation": ("gelu_pytorch_tanh", "another activation"),
-        "attn_logit_softcapping": (None, "soft-capped attention"),
-        "use_bidirectional_attention": (False, "attention to later tokens"),
-    }
-)
-_OLMOE_ONLY: Only = MappingProxyType({**COMMON, "clip_qkv": (None, "clipped queries, keys and values")})
-_OLMO3_ONLY: Only = MappingProxyType({**COMMON, "sliding_window_pattern": (4, "other layers with windows")})
-
-_QWEN3_5_ONLY: Only = MappingProxyType(
-    {
-        **{key: value for key, value in COMMON.items() if key != "partial_rotary_factor"},
-        "attn_output_gate": (True, "attention without a gate"),  # SGLang's alone
-        "sliding_window": (None, "sliding-window attention"),
-        "use_sliding_window": (False, "sliding-window attention"),
-    }
-)
-_QWEN3_5_MOE_ONLY: Only = MappingProxyType(
-    {
-        **_QWEN3_5_ONLY,
-        # Which transformers reads of none of these models.
-        "norm_topk_prob": (True, "scores that are not divided by their sum"),
-        "mlp_only_layers": ([], "layers without experts"),
-        "decoder_sparse_step": (1, "layers without experts"),
-    }
-)
 
 QWEN3_5 = Family(
     "qwen3_5",
@@ -208,7 +161,7 @@ QWEN3_5 = Family(
     delta=True,
     output_gate=True,
     norm_offset=True,
-    only=_QWEN3_5_ONLY,
+    only=QWEN3_5_ONLY,
 )
 OLMO2 = Family(
     "olmo2", ("olmo2",), qk_norm=True, whole_qk_norm=True, pre_norms=False, post_norms=True, pad=1, eos=(50279,)
@@ -223,7 +176,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window="upper",
             window_switch=True,
             window_default=4096,
-            only=_QWEN2_ONLY,
+            only=QWEN2_ONLY,
         ),
         "Qwen3ForCausalLM": Family(
             "qwen3", ("qwen3",), qk_norm=True, head_dim=128, window="upper", window_switch=True, window_default=4096
@@ -235,7 +188,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             model_types=("qwen3_5_moe_text",),
             moe=QWEN3_5_MOE,
             ffn_hidden_size="shared_expert_intermediate_size",
-            only=_QWEN3_5_MOE_ONLY,
+            only=QWEN3_5_MOE_ONLY,
         ),
         "Qwen3NextForCausalLM": replace(QWEN3_5, name="qwen3_next", model_types=("qwen3_next",), moe=QWEN3_NEXT),
         "Qwen3MoeForCausalLM": Family(
@@ -253,7 +206,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qkv_bias="qkv_bias",
             qkv_bias_unsaid=True,
             moe=QWEN2_MOE,
-            only=_QWEN2_ONLY,
+            only=QWEN2_ONLY,
         ),
         "LlamaForCausalLM": Family("llama", ("llama",), eos=(2,)),
         "MistralForCausalLM": Family("mistral", ("mistral",), window="all", window_default=4096, eos=(2,)),
@@ -287,11 +240,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window="all",
             pad=32000,
             eos=(32000,),
-            only=_PHI3_ONLY,
+            only=PHI3_ONLY,
         ),
         "MixtralForCausalLM": Family("mixtral", ("mixtral",), moe=MIXTRAL, window="all", theta=1e6, eos=(2,)),
         "DeepseekV3ForCausalLM": Family(
-            "deepseek_v3", ("deepseek_v3", "kimi_k2"), moe=DEEPSEEK_V3, mla=True, eos=(1,), only=_DEEPSEEK_ONLY
+            "deepseek_v3", ("deepseek_v3", "kimi_k2"), moe=DEEPSEEK_V3, mla=True, eos=(1,), only=DEEPSEEK_ONLY
         ),
         "Glm4ForCausalLM": Family(
             "glm4",
@@ -304,7 +257,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             post_norms=True,
             pad=151329,
             eos=(151329, 151336, 151338),
-            only=_GLM4_ONLY,
+            only=GLM4_ONLY,
         ),
         "Glm4MoeForCausalLM": Family(
             "glm4_moe",
@@ -313,10 +266,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qk_norm="use_qk_norm",
             rotary_share=0.5,
             moe=DEEPSEEK_V3,
-            only=_GLM4_ONLY,
+            only=GLM4_ONLY,
         ),
         "Glm4MoeLiteForCausalLM": Family(
-            "glm4_moe_lite", ("glm4_moe_lite",), moe=GLM4_MOE_LITE, mla=True, eos=(1,), only=_DEEPSEEK_ONLY
+            "glm4_moe_lite", ("glm4_moe_lite",), moe=GLM4_MOE_LITE, mla=True, eos=(1,), only=DEEPSEEK_ONLY
         ),
         "GptOssForCausalLM": Family(
             "gpt_oss",
@@ -334,13 +287,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             head_dim=64,
             sinks=True,
+            output_bias=True,
             moe=GPT_OSS,
             activation="swiglu_clamped",
             window="pattern",
             window_period=2,
             window_default=128,
             theta=150000.0,
-            only=_GPT_OSS_ONLY,
+            only=GPT_OSS_ONLY,
         ),
         "GraniteForCausalLM": Family("granite", ("granite",), multipliers=True, eos=(2,)),
         "GraniteMoeForCausalLM": Family("granitemoe", ("granitemoe",), multipliers=True, moe=MIXTRAL, eos=(2,)),
@@ -353,7 +307,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             window="pattern",
             window_period=4,
             window_default=4096,
-            only=_OLMO3_ONLY,
+            only=OLMO3_ONLY,
         ),
         "Exaone4ForCausalLM": Family(
             "exaone4",
@@ -370,8 +324,32 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "SmolLM3ForCausalLM": Family(
             "smollm3", ("smollm3",), unrotated="named", theta=2e6, tied=True, pad=128004, eos=(128001,)
         ),
+        "SeedOssForCausalLM": Family(
+            "seed_oss",
+            ("seed_oss",),
+            qkv_bias="attention_bias",
+            qkv_bias_unsaid=True,
+            output_bias="attention_out_bias",
+            head_dim=128,
+            pad=1,
+            eos=(2,),
+            only=QWEN2_ONLY,
+        ),
+        "MiniMaxM2ForCausalLM": Family(
+            "minimax_m2",
+            ("minimax_m2",),
+            qk_norm=True,
+            whole_qk_norm=True,
+            rotary_share=1.0,
+            rotary_width="rotary_dim",
+            head_dim=128,
+            moe=MINIMAX_M2,
+            theta=5e6,
+            eos=(200020,),
+            only=MINIMAX_M2_ONLY,
+        ),
         "OlmoeForCausalLM": Family(
-            "olmoe", ("olmoe",), qk_norm=True, whole_qk_norm=True, moe=OLMOE, pad=1, eos=(50279,), only=_OLMOE_ONLY
+            "olmoe", ("olmoe",), qk_norm=True, whole_qk_norm=True, moe=OLMOE, pad=1, eos=(50279,), only=OLMOE_ONLY
         ),
         "Gemma3ForCausalLM": Family(
             "gemma3",
@@ -386,7 +364,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             tied=True,
             pad=0,
             eos=(1,),
-            only=_GEMMA3_ONLY,
+            only=GEMMA3_ONLY,
             score_architecture="Gemma3TextForSequenceClassification",
         ),
     }

@@ -15,6 +15,7 @@ from megarl.core.json_file import read_object
 from megarl.hub.names import address
 from megarl.models.config import Mla, ModelConfig, Moe
 from megarl.models.families import FAMILIES, LANGUAGE_MODEL, SCORE_MODEL, Family, MoeKeys, score_architecture
+from megarl.models.family_limits import A_LAYER
 from megarl.models.hf_beside import files_beside
 from megarl.models.hf_delta import DELTA_REQUIRED, read_delta
 from megarl.models.hf_fields import Fields, refuse_feature, shown
@@ -70,7 +71,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     layers, hidden = fields.count("num_hidden_layers", most=MOST_LAYERS), fields.count("hidden_size")
     heads, kv_heads, head_dim, mla = _heads(fields, family, hidden)
     window, local_layers = read_window(fields, family, layers, architecture)
-    rotary_dim = None if family.rotary_share is None else read_rotary_dim(fields, family, head_dim)
+    rotary_dim = read_rotary_dim(fields, family, head_dim)
     rope, local_rope = read_ropes(fields, family, rotary_dim)
     moe, moe_layers = _moe(fields, family, layers) if family.moe else (None, frozenset())
     mxfp4 = moe is not None and moe.biases and is_mxfp4(fields)
@@ -88,7 +89,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         rope=rope,
         norm_eps=fields.number("rms_norm_eps"),
         tied_embeddings=fields.flag("tie_word_embeddings", family.tied),
-        qkv_bias=_said(fields, family.qkv_bias, unsaid=family.qkv_bias_unsaid),
+        **_biases(fields, family),
         qk_norm=_said(fields, family.qk_norm),
         eos_token_ids=fields.counts(EOS, lone=True) if EOS in fields.raw else family.eos,
         moe=moe,
@@ -114,6 +115,12 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         mxfp4=mxfp4,
     )
     return _with_head(config, fields, heads_of[architecture])
+
+
+def _biases(fields: Fields, family: Family) -> dict[str, Any]:
+    """Of attention, as ModelConfig calls them. Raises UserError."""
+    qkv = _said(fields, family.qkv_bias, unsaid=family.qkv_bias_unsaid)
+    return {"qkv_bias": qkv, "output_bias": _said(fields, family.output_bias)}
 
 
 def _said(fields: Fields, answer: bool | str, *, unsaid: bool = False) -> bool:
@@ -174,10 +181,14 @@ def _check_features(fields: Fields, family: Family, architecture: str) -> None:
         f"{key}={shown(value)} ({what})"
         for key, (only, what) in family.only.items()
         # null is no to a question whose one answer is yes, and elsewhere no answer.
-        if (value := fields.raw.get(key, only)) != only and (value is not None or only is True)
+        if not _is_only(key, value := fields.raw.get(key, only), only) and (value is not None or only is True)
     ]
     if asked:
         refuse_feature(fields, ", ".join(asked), architecture)
+
+
+def _is_only(key: str, value: Any, only: Any) -> bool:
+    return value == only if key != A_LAYER or not isinstance(value, list) else all(each == only for each in value)
 
 
 def _heads(fields: Fields, family: Family, hidden: int) -> tuple[int, int, int, Mla | None]:

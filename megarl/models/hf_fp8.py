@@ -11,6 +11,7 @@ from megarl.models.hf_fields import Fields
 
 FP8, SCALE_DTYPES = "F8_E4M3", ("F32", "BF16")
 METHOD, FORMAT = "fp8", "e4m3"
+SPELLED = (None, FORMAT, "float8_e4m3fn")  # the same, as MiniMax-M2's configs call it
 QUANTIZATION = "quantization_config"
 
 
@@ -29,7 +30,7 @@ def read_fp8_block(fields: Fields) -> tuple[int, int] | None:
     settings = fields.part(QUANTIZATION)
     method, form, block = (settings.get(key) for key in ("quant_method", "fmt", "weight_block_size"))
     is_block = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-    if method != METHOD or form not in (None, FORMAT) or not is_block:
+    if method != METHOD or form not in SPELLED or not is_block:
         fields.refuse(
             QUANTIZATION,
             fields.get(QUANTIZATION),

@@ -61,12 +61,15 @@ def read_rope(
     return rope
 
 
-def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
-    """How many elements of a head are rotated, in a family that may rotate a part. Raises UserError."""
-    part = _described(fields)
+def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int | None:
+    """How many elements of a head are rotated; None in a family that always rotates all. Raises UserError."""
+    if family.rotary_share is None:
+        return None
+    part, width = _described(fields), _rotary_width(fields, family, head_dim)
+    unsaid = family.rotary_share if width is None else width / head_dim
     # What stands outside, to transformers; where nothing does it takes its own of most families.
-    outside = fields.raw.get(SHARE, None if family.longrope else family.rotary_share)
-    share = part.get(SHARE, fields.raw.get(SHARE, family.rotary_share))
+    outside = fields.raw.get(SHARE, None if family.longrope else unsaid)
+    share = part.get(SHARE, fields.raw.get(SHARE, unsaid))
     if _kind(part) != "default" and None not in (share, outside) and share != outside:
         part.refuse(
             SHARE,
@@ -80,11 +83,26 @@ def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
             "rotated in its place: 1.0 is all of it."
         )
     share = Fields({SHARE: share}, fields.path).number(SHARE)
-    width = int(min(share, 2.0) * head_dim)
-    if share > 1 or width < 2 or width % 2:
+    rotated = int(min(share, 2.0) * head_dim)
+    if share > 1 or rotated < 2 or rotated % 2:
         fields.refuse(
             SHARE, share, f"a share of the head's {head_dim} elements is wanted that is an even number of them"
         )
+    if family.rotary_width is not None and width not in (None, rotated):  # transformers reads the one, SGLang the other
+        fields.refuse(
+            family.rotary_width, width, f"{rotated} is wanted, which {SHARE} {share} is of {head_dim} elements"
+        )
+    return rotated
+
+
+def _rotary_width(fields: Fields, family: Family, head_dim: int) -> int | None:
+    """The same as a number, where the family has a key for that and the config has it. Raises UserError."""
+    key = family.rotary_width
+    if key is None or fields.get(key) is None:
+        return None
+    width = fields.count(key, least=2)
+    if width > head_dim or width % 2:
+        fields.refuse(key, width, f"an even number of the head's {head_dim} elements is wanted")
     return width
 
 

@@ -69,6 +69,13 @@ class WholeExpertOutput(RowParallelLinear):  # type: ignore[misc]
             setattr(self.bias, mark, holds)
 
 
+class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+    """A row-parallel linear with a bias, where Megatron, which has one answer for all linears of a layer, gives none."""
+
+    def __init__(self, *positions: Any, bias: bool, **options: Any) -> None:
+        super().__init__(*positions, bias=True, **options)
+
+
 class LocalSelfAttention(SelfAttention):  # type: ignore[misc]
     """Attention that takes its rotation from one of several tables, or has none (rotary_table is None)."""
 
@@ -91,11 +98,11 @@ def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torc
     """Whether the layers are Transformer Engine's.
 
     It has neither norms behind attention and MLP, or over all heads, nor rotations that differ by layer (but in whether there is
-    one), sinks of packed sequences only in some kernels, and its kernels want values no wider than keys. In float32 its products
-    are TF32's, whatever torch is told, and it has no attention under context parallel (2.11). That has no window where keys and
-    values go from rank to rank, which is how Megatron asks for it.
+    one), nor a bias behind attention alone; sinks of packed sequences only in some kernels, and its kernels want values no wider
+    than keys. In float32 its products are TF32's, whatever torch is told, and it has no attention under context parallel (2.11).
+    That has no window where keys and values go from rank to rank, which is how Megatron asks for it.
     """
-    apart = config.mixed_ropes or config.sinks or config.delta or config.output_gate
+    apart = config.mixed_ropes or config.output_bias or config.delta or config.output_gate
     wide_values = config.mla is not None and config.mla.v_dim > config.head_dim
     window = config.window is not None and cp > 1
     norms = config.post_norms or config.whole_qk_norm
@@ -212,6 +219,8 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
     elif config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     _choose_rotation(config, index, spec)
+    if config.output_bias:
+        attention.linear_proj = BiasedRowParallelLinear
     if config.post_norms:
         attention.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
     _scale_queries(config, spec)

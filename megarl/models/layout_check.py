@@ -12,7 +12,7 @@ from megarl.core.layout import Layout, stage_layers
 from megarl.models.config import ModelConfig
 
 SHOWN = 3
-BY_TRANSFORMERS = ("smollm3",)  # families that SGLang has no code of its own for
+BY_TRANSFORMERS = ("smollm3", "seed_oss")  # families that SGLang has no code of its own for
 UNCUT_BY_SERVERS = ("olmoe",)  # families that SGLang serves on one device alone
 # Families whose heads SGLang makes as wide as the hidden size over their number, whatever head_dim says.
 NO_HEAD_DIM = ("qwen2_moe", "mixtral", "olmo2", "olmo3", "exaone4", "olmoe", "granitemoe")

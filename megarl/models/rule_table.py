@@ -182,7 +182,7 @@ LAYER = (
         "columns",
         when="attention",
     ),
-    Row("self_attention.linear_proj.bias", (("self_attn.o_proj.bias", "hidden"),), when="sinks"),
+    Row("self_attention.linear_proj.bias", (("self_attn.o_proj.bias", "hidden"),), when="output_bias"),
     Row("self_attention.core_attention.softmax_offset", (("self_attn.sinks", "query_heads"),), "rows", when="sinks"),
     # Norm before the MLP; Gemma and GLM-4 have norms behind attention and MLP too, and Gemma's HF names move on by one. OLMo-2
     # has those behind alone, by Gemma's names.
@@ -229,7 +229,13 @@ LAYER = (
     Row(
         "mlp.router.expert_bias",
         (("mlp.gate.e_score_correction_bias", "experts"),),
-        when="experts score_bias",
+        when="experts score_bias common_names",
+        is_buffer=True,
+    ),
+    Row(
+        "mlp.router.expert_bias",
+        (("block_sparse_moe.e_score_correction_bias", "experts"),),
+        when="experts score_bias mixtral_names",
         is_buffer=True,
     ),
     Row(EXPERT_FC1, EXPERT_GATE_UP, "rows", "halves", "experts common_names", GROUPED_FC1),

@@ -15,6 +15,7 @@ from megarl.models.rule_table import EMBEDDING, FINAL_NORM, HEAD, LAYER, SCORE_H
 
 # torch: our own layer spec. transformer_engine: fuses norms into the linears behind them, and groups experts.
 LayerSpec = Literal["torch", "transformer_engine"]
+MIXTRAL_NAMES = ("mixtral", "minimax_m2")  # families
 
 
 @dataclass(frozen=True)
@@ -189,10 +190,11 @@ def _features(config: ModelConfig, layer: int) -> frozenset[str]:
         "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0 and not moe.shared_gate,
         "shared_expert": moe is not None and moe.shared_gate,
         "sinks": config.sinks,
-        "mixtral_names": config.family == "mixtral",
+        "output_bias": config.output_bias,
+        "mixtral_names": config.family in MIXTRAL_NAMES,
         "granite_names": config.family == "granitemoe",
         "stacked_names": moe is not None and moe.biases,
-        "common_names": config.family not in ("mixtral", "granitemoe") and not (moe is not None and moe.biases),
+        "common_names": config.family not in (*MIXTRAL_NAMES, "granitemoe") and not (moe is not None and moe.biases),
         "qkv_in_one": config.family == "phi3",
         "qkv_apart": config.family != "phi3",
         "gate_in_one": config.family in ("glm4", "phi3"),

@@ -69,7 +69,7 @@ class Counting:
         config = self.config
         wide = config.mla is not None and config.mla.v_dim > config.head_dim
         norms = config.post_norms or config.whole_qk_norm
-        apart = config.mixed_ropes or config.sinks or config.delta or config.output_gate
+        apart = config.mixed_ropes or config.output_bias or config.delta or config.output_gate
         cannot = norms or apart or wide or self.each == FLOAT
         return self.kernels.fused and not cannot
 

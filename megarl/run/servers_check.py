@@ -43,7 +43,9 @@ SLIDING_FAMILIES = ("gemma3", "gpt_oss", "olmo3", "exaone4")  # whose windows SG
 HEAD_EPS = {"exaone4": 1e-6}  # of norms of queries and keys that SGLang gives no other (models/exaone4.py)
 PERIODIC = ("exaone4",)  # families of which SGLang counts the layers with windows
 # Families that SGLang builds with a head of its own, and those whose head it does not load.
-OWN_HEADS = ("qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "glm4_moe", "glm4_moe_lite", "gpt_oss", "olmoe")
+OWN_HEADS = (
+    *("qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "glm4_moe", "glm4_moe_lite", "gpt_oss", "olmoe", "minimax_m2"),
+)
 TIED_HEADS = ("gemma3",)
 UNSCALED = ("mixtral", "granitemoe")  # families that SGLang builds with plain RoPE
 BUILT_AS_STORED = ("gpt_oss",)  # families of which SGLang builds parts in the dtype that the config names
@@ -161,7 +163,7 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
     (models/qwen2_moe.py, qwen3_moe.py, qwen3_next.py: every layer is sparse): weights of a dense layer would go nowhere, and
     experts that nothing fills would answer.
     The OWN_HEADS it builds in any case (models/qwen2_moe.py, qwen3_moe.py, qwen3_next.py, mixtral.py, glm4_moe.py,
-    glm4_moe_lite.py, gpt_oss.py, olmoe.py), and nothing would fill them either; that of Gemma 3 it never loads
+    glm4_moe_lite.py, gpt_oss.py, olmoe.py, minimax_m2.py), and nothing would fill them either; that of Gemma 3 it never loads
     (gemma3_causal.py). GLM-4.7-Flash it builds with experts in all layers behind the first dense ones. Heads of attention of
     the NO_HEAD_DIM (models/mixtral.py, olmo2.py, olmoe.py, granitemoe.py) are hidden_size / num_attention_heads wide there,
     whatever head_dim says, and RoPE of the UNSCALED is never scaled.

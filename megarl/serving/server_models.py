@@ -20,16 +20,23 @@ ENTRY = re.compile(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|[^\n]+)", re.MULTILINE)  
 MISSING: dict[str, dict[str, object]] = {
     "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "GptOssForCausalLM": {"swiglu_limit": 7.0},
+    "MiniMaxM2ForCausalLM": {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
 }
 # By whose first context queries grow: where it is not at the top, SGLang takes 16384 (models/ministral3.py), and transformers
 # that of the RoPE, or the whole context.
 BY_POSITION, ORIGINAL = "Ministral3ForCausalLM", "original_max_position_embeddings"
 # Of whose rotated share of a head SGLang reads the key at the top alone (models/llama.py), and transformers another first.
 ROTATED, SHARE = "Phi3ForCausalLM", "partial_rotary_factor"
+# Of which SGLang reads how many elements of a head are rotated, and transformers the share (models/minimax_m2.py).
+COUNTED, WIDTH, HEAD_DIM = "MiniMaxM2ForCausalLM", "rotary_dim", 128
 # Whose dense layers transformers 5 names one by one, and SGLang counts (models/glm4_moe_lite.py).
 DENSE_BY_NAME = "Glm4MoeLiteForCausalLM"
 # What SGLang builds an architecture as, where it registers another name (configs/olmo3.py), or none (models/transformers.py).
-BUILT_AS = {"Olmo3ForCausalLM": "Olmo2ForCausalLM", "SmolLM3ForCausalLM": "TransformersForCausalLM"}
+BUILT_AS = {
+    "Olmo3ForCausalLM": "Olmo2ForCausalLM",
+    "SmolLM3ForCausalLM": "TransformersForCausalLM",
+    "SeedOssForCausalLM": "TransformersForCausalLM",
+}
 # Whose rope_parameters, as transformers 5 writes them, SGLang drops (configs/olmo3.py).
 DROPPED, THETA = "Olmo3ForCausalLM", "rope_theta"
 # Of which SGLang reads the base at the top alone, where transformers 5 leaves none, and a period of windows in words alone
@@ -48,6 +55,8 @@ def missing_settings(model: Path) -> dict[str, object]:
     if DENSE_BY_NAME in names:
         kinds = config.get("mlp_layer_types") or ["dense", "sparse"]
         wanted["first_k_dense_replace"] = kinds.index("sparse") if "sparse" in kinds else len(kinds)
+    if COUNTED in names:
+        wanted[WIDTH] = int(rope.get(SHARE, config.get(SHARE, 1.0)) * config.get("head_dim", HEAD_DIM))
     missing = {key: value for key, value in wanted.items() if config.get(key) is None}
     if ROTATED in names:
         share = rope.get(SHARE, config.get(SHARE, 1.0))

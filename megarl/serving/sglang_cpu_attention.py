@@ -15,7 +15,9 @@ request is computed alone. Written for SGLang 0.5.21, whose other choices go by 
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -157,11 +159,28 @@ def install(prepare: Callable[[Any], Callable[[], None]] | None) -> None:
     """
 
     def make(runner: Any) -> SinkAttention:
+        _norm_one_by_one(runner.model)
         return SinkAttention(runner) if prepare is None else BatchedAttention(runner, prepare(runner.model))
 
     register_attention_backend("torch_native")(make)
     _admit_windows()
     _admit_sinks()
+
+
+def _norm_one_by_one(model: torch.nn.Module) -> None:
+    """Have MiniMax-M2's queries be normed, and then its keys, by what SGLang has for one of them: for both it has CUDA's kernels.
+
+    As it is written, and not compiled, which would be ten seconds of a core at the first request.
+    """
+    for layer in model.modules():
+        if (both := getattr(layer, "qk_norm_impl", None)) is not None:
+            both._forward_impl = functools.partial(_normed, layer)
+
+
+def _normed(attention: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    norms = attention.q_norm, attention.k_norm
+    queries, keys = (inspect.unwrap(type(norm).forward)(norm, each) for norm, each in zip(norms, (q, k), strict=True))
+    return queries, keys
 
 
 def _admit_windows() -> None:

@@ -17,7 +17,8 @@ MLP_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, for a rank's share of any MLP
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 ROUTER = "mlp.router.weight"
 GRANITE_ROUTER = "router.layer.weight"
-WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite")  # families
+WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite", "minimax_m2")  # families
+CUT_NORMS = ("minimax_m2",)  # families whose norms over all heads each rank has its part of
 NORM = "layernorm.weight"
 SHARED, ROUTED = ".shared_experts.", ".experts."
 KEYS_VALUES = (".k_proj.", ".v_proj.")
@@ -91,8 +92,8 @@ def held_by(config: ModelConfig, tp: int, *, pads: bool) -> list[Held]:
 
 
 def _is_wide(config: ModelConfig, rule: Rule) -> bool:
-    """Routers of GLM-4.5 and GLM-4.7-Flash (models/glm4_moe.py: Glm4MoeGate, glm4_moe_lite.py: Glm4MoeLiteGate), and biases of
-    experts (layers/quantization/unquant.py)."""
+    """Routers of GLM-4.5, GLM-4.7-Flash and MiniMax-M2 (models/glm4_moe.py: Glm4MoeGate, glm4_moe_lite.py: Glm4MoeLiteGate,
+    minimax_m2.py: MiniMaxM2MoE), and biases of experts (layers/quantization/unquant.py)."""
     if rule.expert is not None and rule.megatron.endswith(".bias"):
         return True
     return config.family in WIDE_ROUTERS and rule.megatron.endswith(ROUTER)
@@ -139,7 +140,8 @@ class _Server:
         rows, begins = source.shape[0], source.first_row
         # Gemma's embedding is one of torch's own, whole on every rank; so are norms over all heads (models/olmo2.py).
         torchs = source.name in VOCABULARY and self.config.family == "gemma3"
-        if rule.cut == "whole" or torchs or rule.megatron.endswith(NORM):
+        whole_norm = rule.megatron.endswith(NORM) and self.config.family not in CUT_NORMS
+        if rule.cut == "whole" or torchs or whole_norm:
             yield Piece(source.name, 0, rows)
         elif rule.cut == "columns":
             start, stop, beside = self._share(rule, source.name, source.shape[1], rank)

@@ -51,6 +51,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("olmo3", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
     "exaone4": ("exaone4", {"layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size": 97}),
     "smollm3": ("smollm3", {"tie_word_embeddings": True}),
+    "seed_oss": ("seed_oss", {"vocab_size": 97}),
+    "minimax_m2": ("minimax_m2", {"vocab_size": 97}),
     "olmoe": ("olmoe", {"vocab_size": 97}),
     "gemma3": ("gemma3", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
 }

@@ -44,6 +44,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi3", longrope(0.75) | {"vocab_size": VOCAB}),
     "glm": ("glm4", {"vocab_size": VOCAB}),
     "olmo": ("olmo3", {"vocab_size": VOCAB}),
+    "seed": ("seed_oss", {"vocab_size": VOCAB, "num_hidden_layers": 2}),
+    "minimax": ("minimax_m2", {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_local_experts": 4}),
     # With a small epsilon the gated norm would blow up the rounding of whatever is near zero before it.
     "linear": ("qwen3_5", {"vocab_size": VOCAB, "rms_norm_eps": 1e-4}),
     "linear in two": ("qwen3_next", {"vocab_size": VOCAB, "rms_norm_eps": 1e-4, "num_experts": 4}),
@@ -55,7 +57,11 @@ RELOADED = {"pp full": "sp", "tp": "pp full"}
 
 def settings_of(model: str) -> LoraSettings:
     """The adapters of a model: on everything that can have some."""
-    own = {"deepseek": LATENT, "linear": LINEAR, "linear in two": LINEAR, "oss": DENSE[:2]}  # routed experts have none
+    # Routed experts have none.
+    own = {
+        **{"deepseek": LATENT, "linear": LINEAR, "linear in two": LINEAR},
+        **{"oss": DENSE[:2], "minimax": DENSE[:2]},
+    }
     return LoraSettings(rank=4, alpha=6, targets=own[model]) if model in own else SETTINGS
 
 
@@ -83,6 +89,8 @@ CASES = {
     "qkv in one tp": Case("phi", Layout(tp=2, world_size=2)),
     "in one sp": Case("glm", Layout(tp=2, sequence_parallel=True, world_size=2)),
     "biases sp": Case("oss", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2)),
+    "bias behind sp": Case("seed", Layout(tp=2, sequence_parallel=True, world_size=2)),
+    "experts, whole norms sp": Case("minimax", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2)),
     "whole norms sp": Case("olmo", Layout(tp=2, sequence_parallel=True, world_size=2)),
     "linear attention sp": Case("linear", Layout(tp=2, sequence_parallel=True, world_size=2)),
     "linear attention in two sp": Case("linear in two", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2)),

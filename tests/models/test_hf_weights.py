@@ -53,6 +53,8 @@ CASES = [
     ("olmo3", {"tie_word_embeddings": True}),
     ("exaone4", {}),
     ("smollm3", {"tie_word_embeddings": True}),
+    ("seed_oss", {}),
+    ("minimax_m2", {}),
     ("olmoe", {}),
     ("gemma3", {}),
 ]

@@ -100,8 +100,9 @@ def test_servers_repeat_no_heads_that_are_normed_together() -> None:
     check_server_layout(WHOLE, 2)
     with pytest.raises(UserError, match=r"rollout\.tp 4 does not divide .*Sizes that work: 1, 2\."):
         check_server_layout(WHOLE, 4)
-    with pytest.raises(UserError, match=r"Sizes that work: 1, 2\."):
-        check_server_layout(replace(DENSE, family="smollm3"), 4)  # which SGLang serves by transformers' code
+    for family in ("smollm3", "seed_oss"):  # which SGLang serves by transformers' code
+        with pytest.raises(UserError, match=r"Sizes that work: 1, 2\."):
+            check_server_layout(replace(DENSE, family=family), 4)
     olmoe = replace(WHOLE, family="olmoe", architecture="OlmoeForCausalLM")
     check_server_layout(olmoe, 1)
     with pytest.raises(UserError, match=r"rollout\.tp 2: SGLang serves OlmoeForCausalLM on one device alone"):

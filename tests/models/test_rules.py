@@ -58,6 +58,8 @@ DEEPSEEK = replace(
         ("olmo3", {"head_dim": 24, "tie_word_embeddings": True}),
         ("exaone4", {"head_dim": 24, "tie_word_embeddings": True}),
         ("smollm3", {}),
+        ("seed_oss", {}),
+        ("minimax_m2", {}),
         ("olmoe", {}),
         ("gemma3", {}),
     ],

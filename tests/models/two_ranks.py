@@ -51,6 +51,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "olmo3": ("olmo3", {"num_key_value_heads": 4}, TP),
     "exaone4": ("exaone4", {"num_key_value_heads": 1, "vocab_size": 97}, TP),
     "smollm3": ("smollm3", {"num_key_value_heads": 1}, TP),
+    "seed_oss": ("seed_oss", {"num_key_value_heads": 1}, TP),
+    "minimax_m2": ("minimax_m2", {}, EP),
     "olmoe": ("olmoe", {}, EP),
 }
 CHUNK = 3

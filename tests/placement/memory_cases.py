@@ -65,6 +65,7 @@ PARTLY_ROTATED = {
 }
 LOCAL = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
 SINKS = {**LOCAL, "intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
+HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LINEAR = {
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
     "linear_num_key_heads": 4,
@@ -91,6 +92,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "olmoe",
         "Olmoe",
         {"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96},
+    ),
+    "bias behind attention": ("seed_oss", "SeedOss", {"attention_out_bias": True}),
+    "whole norms, partly rotated": (
+        "minimax_m2",
+        "MiniMaxM2",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96, "rope_parameters": HALF},
     ),
     "sinks": ("gpt_oss", "GptOss", SINKS),
     "linear attention": ("qwen3_5", "Qwen3_5", LINEAR),

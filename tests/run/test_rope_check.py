@@ -76,8 +76,9 @@ def test_of_llamas_kind_sglang_hears_what_stands_outside_as_transformers_does(tm
 
 
 def test_what_transformers_code_serves_is_served_whatever_it_reads(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path, "smollm3")
-    checked(folder, rope_theta=THETA, rope_scaling=YARN | {"attention_factor": 1.7})
+    for family in ("smollm3", "seed_oss"):
+        folder = write_tiny_model(tmp_path / family, family)
+        checked(folder, rope_theta=THETA, rope_scaling=YARN | {"attention_factor": 1.7})
 
 
 @pytest.mark.parametrize("scaling", [YARN, {"rope_type": "linear", "factor": 4.0}])

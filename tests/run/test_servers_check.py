@@ -302,6 +302,7 @@ def test_exaone_is_served_where_sglang_counts_its_layers_and_norms_its_heads_ali
         ("mixtral", True, r"MixtralForCausalLM with a head of its own"),
         ("qwen3_moe", True, r"Qwen3MoeForCausalLM with a head of its own"),
         ("olmoe", True, r"OlmoeForCausalLM with a head of its own"),
+        ("minimax_m2", True, r"MiniMaxM2ForCausalLM with a head of its own"),
         ("gemma3", False, r"SGLang does not load that of Gemma3ForCausalLM"),
     ],
 )

@@ -34,6 +34,10 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
     "exaone4": {"layer_types": ["sliding_attention", "full_attention"]},
+    "minimax_m2": {
+        "rotary_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    },
     "gemma3": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 64},
 }
 

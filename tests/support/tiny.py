@@ -33,7 +33,9 @@ CONFIGS = {
     "olmo3": "Olmo3Config",
     "exaone4": "Exaone4Config",
     "smollm3": "SmolLM3Config",
+    "seed_oss": "SeedOssConfig",
     "olmoe": "OlmoeConfig",
+    "minimax_m2": "MiniMaxM2Config",
     "gemma3": "Gemma3TextConfig",
     "gpt_oss": "GptOssConfig",
 }
@@ -171,6 +173,7 @@ OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "smollm3": {"no_rope_layer_interval": 2},
+    "seed_oss": {"head_dim": 24, "attention_out_bias": True},
     "olmoe": {
         "intermediate_size": 48,
         "num_key_value_heads": 4,
@@ -178,6 +181,12 @@ OWN: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "norm_topk_prob": False,
         "rms_norm_eps": 1e-5,
+    },
+    "minimax_m2": {
+        "intermediate_size": 48,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
     "gemma3": {
         "sliding_window": 8,

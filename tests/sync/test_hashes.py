@@ -106,6 +106,8 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("olmo3", {"vocab_size": 130}, (1, 2)),
         ("exaone4", {"vocab_size": 130}, (1, 2)),
         ("smollm3", {"vocab_size": 130}, (1, 2)),
+        ("seed_oss", {"vocab_size": 130}, (1, 2)),
+        ("minimax_m2", {"vocab_size": 130}, (1, 2)),
         ("olmoe", {}, (1,)),
         ("gemma3", {"vocab_size": 130}, (2,)),
         ("gpt_oss", {"vocab_size": 130, "num_key_value_heads": 1}, (2,)),

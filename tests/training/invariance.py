@@ -62,6 +62,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "norms behind": ("olmo3", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
     "no positions": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1]}),
     "whole norms, experts": ("olmoe", {"num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2}),
+    "bias behind attention": ("seed_oss", {"num_hidden_layers": 2}),
+    "whole norms, partly rotated": (
+        "minimax_m2",
+        {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "linear": ("qwen3_5", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
     "linear, experts": (
         "qwen3_5_moe",

@@ -19,7 +19,7 @@ from tests.training.test_critic import LENGTHS, by_hand, critic
 VOCAB = 128
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "ministral3", "phi3", "glm4", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "ministral3", "phi3", "glm4", "gpt_oss", "seed_oss"])
 def test_scores_are_those_of_transformers_and_come_back_bit_equal(
     family: str, rank: Rank, bounds: Tolerance, tmp_path: Path
 ) -> None:
