@@ -67,8 +67,8 @@ def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int | None
         return None
     part, width = _described(fields), _rotary_width(fields, family, head_dim)
     unsaid = family.rotary_share if width is None else width / head_dim
-    # What stands outside, to transformers; where nothing does it takes its own of most families.
-    outside = fields.raw.get(SHARE, None if family.longrope else unsaid)
+    # What stands outside, to transformers; where nothing does it takes its own, of families where it has one.
+    outside = fields.raw.get(SHARE, None if family.longrope or family.rotary_width else unsaid)
     share = part.get(SHARE, fields.raw.get(SHARE, unsaid))
     if _kind(part) != "default" and None not in (share, outside) and share != outside:
         part.refuse(

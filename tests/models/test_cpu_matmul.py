@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -105,3 +106,30 @@ assert torch.allclose(rows.grad, linear.weight.sum(0).expand(128, -1), atol=1e-4
 
 def test_torch_takes_them_forward_and_backward(tmp_path):
     subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, check=True, timeout=120)
+
+
+GROWTH = """
+import random, sys
+import torch
+from pathlib import Path
+from megarl.models import cpu_matmul
+if sys.argv[1] == "few":
+    cpu_matmul.keep_few_kernels()
+held = lambda: int(Path("/proc/self/statm").read_text().split()[1])
+weight = torch.randn(1024, 64)
+cpu_matmul._product(torch.randn(800, 64), weight.t(), None)
+before = held()
+for rows in random.Random(0).sample(range(400, 800), 300):
+    cpu_matmul._product(torch.randn(rows, 64), weight.t(), None)
+print(held() - before)
+"""
+
+
+def test_micro_batches_of_any_length_leave_less_where_few_kernels_are_kept():
+    # Where this process has been made ready for Megatron, it was told to keep few.
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
+    few, every = (
+        int(subprocess.check_output([sys.executable, "-c", GROWTH, kept], text=True, timeout=120, env=environment))
+        for kept in ("few", "all")
+    )
+    assert few < 0.6 * every

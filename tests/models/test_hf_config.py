@@ -135,7 +135,7 @@ def test_the_vocabulary_is_padded_to_a_multiple(tp: int) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "Qwen2ForCausalLM", "LlamaForCausalLM"]),
         ({"architectures": "absent"}, ["missing", "Qwen3ForCausalLM"]),
-        ({"intermediate_size": "absent", "vocab_size": "absent"}, ["lacks intermediate_size, vocab_size"]),
+        ({"intermediate_size": "absent", "vocab_size": "absent"}, ["lacks vocab_size, intermediate_size"]),
         ({"attention_bias": True}, ["attention_bias=True"]),
         ({"mlp_bias": True, "hidden_act": "gelu"}, ["mlp_bias=True", "hidden_act='gelu'"]),
         ({"use_sliding_window": "yes", "sliding_window": 8}, ["use_sliding_window is 'yes'"]),
