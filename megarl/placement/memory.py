@@ -218,8 +218,10 @@ def _chunk(counting: Counting, columns: Any) -> Any:
 
 @dataclass(frozen=True)
 class ServerBytes:
-    """[N] bytes on one device of a server. cache: keys and values. states: of linear attention. cache_tokens: tokens that the
-    whole server's KV cache holds. most_running: sequences that it has states for; infinite where it needs none.
+    """[N] bytes on one device of a server.
+
+    cache: keys and values. states: of linear attention. cache_tokens: tokens that the whole server's KV cache holds.
+    most_running: sequences that it has states for; infinite where it needs none.
     """
 
     weights: Any

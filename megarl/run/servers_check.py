@@ -44,7 +44,15 @@ HEAD_EPS = {"exaone4": 1e-6}  # of norms of queries and keys that SGLang gives n
 PERIODIC = ("exaone4",)  # families of which SGLang counts the layers with windows
 # Families that SGLang builds with a head of its own, and those whose head it does not load.
 OWN_HEADS = (
-    *("qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "glm4_moe", "glm4_moe_lite", "gpt_oss", "olmoe", "minimax_m2"),
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "mixtral",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "olmoe",
+    "minimax_m2",
 )
 TIED_HEADS = ("gemma3",)
 UNSCALED = ("mixtral", "granitemoe")  # families that SGLang builds with plain RoPE
