@@ -38,7 +38,7 @@ from megarl.core.pending import Finished
 from megarl.core.platform import get_platform
 from megarl.core.protocols import Coming, Handles, State
 from megarl.core.timing import PhaseTimer
-from megarl.core.types import BatchInfo, Block, EvalResult, FloatArray, ShardPlan
+from megarl.core.types import BatchInfo, Block, EvalResult, FloatArray, MiniBatches, ShardPlan
 from megarl.data.blocks import memory_of
 from megarl.recipe.run import Deadlines, Model
 from megarl.recipe.schema import Data, Recipe, Rollout, Train
@@ -80,7 +80,7 @@ class StubRank:
         return self._facts
 
     def logprobs(
-        self, role: str, temperature: float | None, num_owners: int, plan: ShardPlan, block: Block
+        self, role: str, temperature: float | None, of: MiniBatches, num_owners: int, plan: ShardPlan, block: Block
     ) -> tuple[None, FloatArray]:
         time.sleep(self._delay_s)
         return None, column_of(block)

@@ -28,7 +28,7 @@ LIMITS_S = {16: 0.2, 128: 0.2, 1024: 2.0, 16384: 20.0}
 
 
 # The step is that of HybridFlow's experiments, with the actor's own log-probs.
-STEP = replace(Finding("7B", "7B", 16, COLOCATE).workload((2048, 4096, 8192, 16384)), scores=True)
+STEP = replace(Finding("7B", "7B", 16, COLOCATE).workload((2048, 4096, 8192, 16384)), scores="all")
 
 
 def look(work: Workload, cluster: Cluster) -> Result:

@@ -52,8 +52,8 @@ def train(handles: Handles, recipe: Recipe, state: State) -> State:
 def score(handles: Handles, recipe: Recipe, batch: Any) -> dict[str, References]:
     """What each role says of the step's samples, before anything learns from them; roles of different pools at once."""
     asked: dict[str, tuple[str, Pending[References]]] = {}
-    if scored_first(recipe):
-        asked["old_logprobs"] = "logprobs", handles.actor.logprobs(batch)
+    if (of := scored_first(recipe)) is not None:
+        asked["old_logprobs"] = "logprobs", handles.actor.logprobs(batch, of)
     if handles.reference is not None:
         asked["ref_logprobs"] = "reference", handles.reference.logprobs(batch)
     if handles.teacher is not None:

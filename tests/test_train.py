@@ -13,7 +13,7 @@ from megarl.core.errors import MegarlError
 from megarl.core.pending import Finished
 from megarl.core.protocols import Handles, State
 from megarl.core.timing import PhaseTimer
-from megarl.core.types import BatchInfo, EvalResult
+from megarl.core.types import BatchInfo, EvalResult, MiniBatches
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.roles import Actor, Critic, Reference
 from megarl.recipe.run import Model
@@ -63,8 +63,8 @@ class Part:
         self.calls.append(("evaluate", step, weight_version))
         return Finished(EvalResult(1, 1, 1.0, 1.0, {"eval/accuracy": 1.0}, f"evaluated at {step}"))
 
-    def logprobs(self, batch: Any) -> Slow:
-        self.calls.append(("logprobs", self.name))
+    def logprobs(self, batch: Any, of: MiniBatches = "all") -> Slow:
+        self.calls.append(("logprobs", self.name, *({of} - {"all"})))
         return Slow(self.name, self.calls, (self.name,))
 
     def top(self, batch: Any, k: int) -> Slow:
@@ -146,7 +146,7 @@ def test_one_step_reads_like_the_algorithm() -> None:
     scored = {"old_logprobs": ("actor",), "ref_logprobs": ("reference",)}
     assert calls == [
         ("next", 3, 5),
-        ("logprobs", "actor"),
+        ("logprobs", "actor", "later"),
         ("logprobs", "reference"),
         ("wait", "actor"),
         ("wait", "reference"),
@@ -183,7 +183,7 @@ def test_a_step_of_ppo_asks_every_role_and_updates_the_critic_first() -> None:
     learned = {**scored, "advantages": ("advantages",), "returns": ("returns",)}
     # Everybody is asked before anybody is waited for: roles of different pools work at the same time.
     assert calls[1:16] == [
-        ("logprobs", "actor"),
+        ("logprobs", "actor", "later"),
         ("logprobs", "teacher"),
         ("values", "critic"),
         ("values", "reward_model"),
@@ -277,6 +277,11 @@ def test_one_optimizer_step_takes_the_log_probs_from_its_own_forward_pass() -> N
     assert [call[1] for call in calls if call[0] == "logprobs"] == ["reference"] * 3
     given = [set(call[2]) for call in calls if call[0] == "update"]
     assert given == [{"ref_logprobs", "advantages", "returns"}] * 3
+
+
+def test_of_several_optimizer_steps_all_but_the_first_are_given_log_probs_of_a_pass() -> None:
+    calls, _, _ = run(State(), "reference", actor=Actor(mini_batch_samples=1))
+    assert [call[1:] for call in calls if call[0] == "logprobs"] == [("actor", "later"), ("reference",)] * 3
 
 
 def test_a_step_that_is_not_to_be_learned_from_changes_no_weight_and_the_next_goes_on() -> None:

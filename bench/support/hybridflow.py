@@ -114,7 +114,7 @@ class Finding:
             responses=lognormal(TOKENS - 0.1, 0.0, TOKENS),
             longest_sample=2 * TOKENS,
             micro_tokens=micro_tokens,
-            scores=False,
+            scores=None,
         )
 
 

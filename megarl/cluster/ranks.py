@@ -20,7 +20,7 @@ from megarl.cluster.waits import Call, Pending, Waiter, Worker
 from megarl.core.layout import Layout, dp_rank, is_lead
 from megarl.core.platform import PlatformName
 from megarl.core.progress import Progress
-from megarl.core.types import Block, Column, FloatArray, Shard, ShardPlan
+from megarl.core.types import Block, Column, FloatArray, MiniBatches, Shard, ShardPlan
 from megarl.data.pack import assemble, join_columns, merge_columns, merge_shards, split_column
 from megarl.models.hf_dtypes import ModelDtype
 from megarl.serving.client import ServerEndpoint
@@ -103,14 +103,14 @@ class RankActor:
         self._rank.build(role, spec)
 
     def logprobs(
-        self, role: str, temperature: float | None, num_owners: int, *parts: ShardPlan | Block
+        self, role: str, temperature: float | None, of: MiniBatches, num_owners: int, *parts: ShardPlan | Block
     ) -> tuple[None, *tuple[FloatArray | None, ...]]:
         """Log-probs of the labels of this rank's shards; only lead ranks return columns.
 
-        temperature: the role's own where not given.
+        temperature: the role's own where not given. of: mini-batches; what is left out is NaN.
         """
         shards = RankShards.of(num_owners, parts)
-        return (None, *shards.parts(self._rank.logprobs(role, shards.merged(), temperature)))
+        return (None, *shards.parts(self._rank.logprobs(role, shards.merged(), temperature, of)))
 
     def top(
         self, role: str, k: int, num_owners: int, *parts: ShardPlan | Block

@@ -16,7 +16,7 @@ from megarl.cluster.waits import Pending
 from megarl.core.layout import Layout, dp_rank
 from megarl.core.log import get_logger
 from megarl.core.pending import Finished
-from megarl.core.types import TEACHER_LOGPROBS, TEACHER_TOP, BatchInfo
+from megarl.core.types import TEACHER_LOGPROBS, TEACHER_TOP, BatchInfo, MiniBatches
 from megarl.recipe.run import Deadlines
 from megarl.training.spec import NEARLY_ALL, RoleSpec
 
@@ -92,9 +92,9 @@ class Role:
             lambda worker, _: worker.handle.build.remote(self.name, spec), "build", self.name, self.deadlines.start_s
         )
 
-    def logprobs(self, batch: Batch) -> Pending[ColumnRefs]:
-        """Log-probs of every label of the batch, natural log, of the temperature-scaled distribution."""
-        return self._columns("logprobs", "log-probs", batch, None)
+    def logprobs(self, batch: Batch, of: MiniBatches = "all") -> Pending[ColumnRefs]:
+        """Log-probs of every label of these mini-batches, natural log, of the temperature-scaled distribution; else NaN."""
+        return self._columns("logprobs", "log-probs", batch, None, of)
 
     def top(self, batch: Batch, k: int) -> Pending[ColumnRefs]:
         """At every label of the batch the k likeliest ones, and the log-probs of these and of all others together."""
@@ -104,7 +104,7 @@ class Role:
         """What a score head says at every position of the batch."""
         return self._columns("values", "values", batch)
 
-    def _columns(self, method: str, phase: str, batch: Batch, *settings: int | None) -> Pending[ColumnRefs]:
+    def _columns(self, method: str, phase: str, batch: Batch, *settings: int | str | None) -> Pending[ColumnRefs]:
         returns = 1 + self._num_columns(batch)
         return self.ranks.ask_columns(
             lambda worker, rank: (

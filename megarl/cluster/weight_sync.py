@@ -229,7 +229,9 @@ class WeightSync:
     def _verify(self, weight_version: int) -> dict[str, float]:
         plan, block = self.rollout.probe()
         column = self.ranks.ask_columns(
-            lambda worker, _: worker.handle.logprobs.options(num_returns=2).remote(self.role, UNSCALED, 1, plan, block),
+            lambda worker, _: worker.handle.logprobs.options(num_returns=2).remote(
+                self.role, UNSCALED, "all", 1, plan, block
+            ),
             self.layout,
             1,
             "sync",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from megarl.core.timing import PhaseTimer
-from megarl.core.types import BatchInfo, EvalResult
+from megarl.core.types import BatchInfo, EvalResult, MiniBatches
 
 # One reference a shard; what it refers to lives in the object store.
 References = tuple[Any, ...]
@@ -77,7 +77,7 @@ class Rollout(Protocol):
 class Role(Protocol):
     """A model that Megatron holds. Only the actor is updated."""
 
-    def logprobs(self, batch: Any) -> Pending[References]: ...  # noqa: D102
+    def logprobs(self, batch: Any, of: MiniBatches = "all") -> Pending[References]: ...  # noqa: D102
     def top(self, batch: Any, k: int) -> Pending[References]: ...  # noqa: D102
     def values(self, batch: Any) -> Pending[References]: ...  # noqa: D102
     def update(self, batch: Any, columns: dict[str, References]) -> Pending[Metrics]: ...  # noqa: D102

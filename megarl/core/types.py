@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ RoutingArray = NDArray[np.int16]
 # Columns of what a teacher says: of each label, and of the likeliest labels there (training/batch.joined_top).
 TEACHER_LOGPROBS = "teacher_logprobs"
 TEACHER_TOP = "teacher_top"
+
+# Mini-batches of a step: all, or those after the first, whose samples are seen by weights that have learned from others.
+MiniBatches = Literal["all", "later"]
 
 # What a token of a record takes: its id, its log-prob, its mask.
 RECORD_BYTES = 4 + 4 + 1

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.core.types import MiniBatches
 from megarl.models.config import ModelConfig
 from megarl.placement.cluster import Cluster
 from megarl.placement.layers import BACKWARD, GRADIENT_BYTES, Parts, micro_batch
@@ -77,10 +78,17 @@ def batches(samples: float, workload: Workload, choice: Layouts) -> Batches:
 
 
 def score_seconds(
-    config: ModelConfig, choice: Layouts, workload: Workload, cluster: Cluster, *, head: bool = True
+    config: ModelConfig,
+    choice: Layouts,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    head: bool = True,
+    of: MiniBatches = "all",
 ) -> Seconds:
-    """Log-probs (or values, without a head) of a step's samples."""
-    assigned = batches(workload.samples, workload, choice)
+    """Log-probs (or values, without a head) of a step's samples. of: mini-batches."""
+    minis = workload.mini_batches - (of == "later")
+    assigned = batches(workload.samples * minis / workload.mini_batches, workload, choice)
     forward, _, _ = micro_batch(config, choice, assigned.tokens, workload, cluster, head=head)
     return _pipelined(config, forward, assigned.count, choice, workload, cluster)
 

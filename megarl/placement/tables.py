@@ -200,8 +200,9 @@ def stage_seconds(
     """Seconds of a role's work before the updates, and of its updates; None where it has none."""
     config, head = workload.models[role], has_head(role)
     score = update = None
-    if role != ACTOR or workload.scores:
-        score = score_seconds(config, choice, workload, cluster, head=head)
+    of = workload.scores if role == ACTOR else "all"
+    if of is not None:
+        score = score_seconds(config, choice, workload, cluster, head=head, of=of)
     if role in TRAINED:
         epochs = workload.epochs if role == ACTOR else workload.critic_epochs
         lora = workload.lora if role == ACTOR else None
@@ -287,7 +288,7 @@ def within(held: Any, seconds: Any, devices: Ints, cluster: Cluster, budgets: Se
 
 def held_bytes(role: str, choice: Layouts, workload: Workload, cluster: Cluster) -> RoleBytes:
     """Bytes of a Megatron role of the workload under every choice. Under LoRA the reference is the actor without adapters."""
-    scored = workload.scores or (workload.lora is not None and REFERENCE in workload.models)
+    scored = workload.scores is not None or (workload.lora is not None and REFERENCE in workload.models)
     use = Role(
         trained=role in TRAINED,
         head=has_head(role),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.core.errors import UserError
+from megarl.core.types import MiniBatches
 from megarl.hub.fetch import config_here, fetch_config
 from megarl.models.config import ModelConfig
 from megarl.models.context import SAMPLE_PARTS, check_context
@@ -46,7 +47,7 @@ class Workload:
     longest_sample: tokens of prompt and response at most.
     micro_tokens: sizes of a micro-batch that may be chosen, tokens. max_running: sequences that a server decodes at
     once, at most. in_flight: those that all servers are asked for at once; None: all that they decode. staleness: versions that
-    a sample may be old; 0 is synchronous. scores: whether the actor's own log-probs are computed again before the update.
+    a sample may be old; 0 is synchronous. scores: of which mini-batches the actor's own log-probs are computed before the update.
     shards_optimizer: whether data-parallel ranks share out its state. tied: whether the reference is where the actor is, at
     the actor's layout.
     quantization: of the servers' weights; their KV cache keeps the run's dtype. lora: adapters that alone the actor trains.
@@ -70,7 +71,7 @@ class Workload:
     in_flight: int | None = None
     dtype: str = "bfloat16"
     staleness: int = 0
-    scores: bool = True
+    scores: MiniBatches | None = "all"
     shards_optimizer: bool = True
     quantization: Quantization | None = None
     lora: Lora | None = None

@@ -140,7 +140,7 @@ class Algorithm(Section):
     old_logprobs: Literal["trainer", "rollout"] = Field(
         "trainer",
         description="of the policy that sampled: the rollout's own, or the trainer's; these from the update's own forward pass, "
-        "where it is one optimizer step and nothing before it needs them",
+        "where these are of a step's first mini-batch and nothing before it needs them",
     )
     max_logprob_diff: PositiveFloat | None = Field(
         None,

@@ -60,18 +60,21 @@ def check_beside(recipe: Recipe, *, beside: bool) -> None:
     )
 
 
-def correction_by_default(recipe: Recipe) -> Correction | None:
+def correction_by_default(recipe: Recipe, *, silent: bool | None = None) -> Correction | None:
     """algorithm.correction, or what stands in its place where the recipe says nothing of it.
+
+    silent: whether it says nothing; not given, the recipe is as it was read, and shows it.
 
     Samples of older weights are learned from by decoupled PPO (AReaL, arXiv 2505.24298, section 5.2): the ratio that is
     clipped is to the trainer's log-probs at the start of the step, and how far these have come from the policy that
     sampled is an importance weight, truncated.
     """
     algorithm = recipe.algorithm
-    silent = "correction" not in algorithm.model_fields_set
-    if silent and recipe.rollout.max_staleness > 0 and algorithm.old_logprobs == "trainer":
-        return Correction()
-    return algorithm.correction
+    if silent is None:
+        silent = "correction" not in algorithm.model_fields_set
+    if not silent:
+        return algorithm.correction
+    return Correction() if recipe.rollout.max_staleness > 0 and algorithm.old_logprobs == "trainer" else None
 
 
 def staleness_notes(recipe: Recipe) -> tuple[str, ...]:

@@ -5,29 +5,30 @@ And what a teacher is asked.
 
 from __future__ import annotations
 
-from megarl.core.types import TEACHER_LOGPROBS, TEACHER_TOP
+from megarl.core.types import TEACHER_LOGPROBS, TEACHER_TOP, MiniBatches
 from megarl.recipe.functions import Own, asked
 from megarl.recipe.schema import Recipe
 
 
-def scored_first(recipe: Recipe, own: Own = "look") -> bool:
-    """Whether the trainer's log-probs of the policy that sampled take a pass of their own, in each step.
+def scored_first(recipe: Recipe, own: Own = "look") -> MiniBatches | None:
+    """Of which samples the trainer's log-probs, of the policy that sampled, take a pass of their own in each step; None: of none.
 
-    Where a step is one optimizer step and nothing before it asks for them, the update's forward pass computes the same numbers
-    with the same weights, and its loss takes them from there. own: see `functions.asked`, which this calls.
+    Where nothing before the update asks for them, those of the first mini-batch take none: the update's forward pass computes
+    the same numbers with the same weights, and its loss takes them from there. own: see `functions.asked`, which this calls.
     """
     algorithm, actor, rollout = recipe.algorithm, recipe.actor, recipe.rollout
     if algorithm.old_logprobs == "rollout":
-        return False
-    samples = rollout.prompts_per_step * rollout.samples_per_prompt
-    one_step = actor.epochs == 1 and (actor.mini_batch_samples or samples) >= samples
-    return (
-        not one_step
+        return None
+    if (
+        actor.epochs > 1
         or algorithm.correction is not None
         or algorithm.max_logprob_diff is not None
         or (algorithm.kl_in == "reward" and algorithm.kl_coef > 0)
         or "logprobs" in asked(algorithm, own).advantage
-    )
+    ):
+        return "all"
+    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    return "later" if (actor.mini_batch_samples or samples) < samples else None
 
 
 def asked_of_teacher(recipe: Recipe) -> tuple[bool, bool]:
@@ -49,5 +50,5 @@ def served_columns(recipe: Recipe) -> dict[str, tuple[int, ...]]:
 
 
 def old_logprobs_given(recipe: Recipe) -> bool:
-    """Whether an update is given them as a column: the servers' own, or those of a pass; else its loss takes its own."""
-    return recipe.algorithm.old_logprobs == "rollout" or scored_first(recipe)
+    """Whether a step's first mini-batch is given them: the servers' own, or those of a pass; else its loss takes its own."""
+    return recipe.algorithm.old_logprobs == "rollout" or scored_first(recipe) == "all"

@@ -25,9 +25,10 @@ from megarl.placement.recompute import spared_layers
 from megarl.placement.report import as_json, render
 from megarl.placement.simulate import Conditions, render_simulation, simulate
 from megarl.placement.workload import ROLLOUT, Quantization, Workload, recipe_workload
-from megarl.recipe.load import load_recipe
-from megarl.recipe.sampling_rules import asks_beside
+from megarl.recipe.load import Loaded, load_recipe
+from megarl.recipe.sampling_rules import asks_beside, correction_by_default
 from megarl.recipe.schema import Recipe
+from megarl.recipe.scoring import scored_first
 from megarl.run.model_check import with_linears
 from megarl.run.past_run import PastRun, calibrated, cluster_of_run, compare, read_run
 from megarl.run.plan_models import PlannedModels
@@ -105,8 +106,9 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
         responses=lengths.responses,
         prompt_tokens=lengths.prompt_tokens,
         quantization=options.quantization or workload.quantization,
-        staleness=workload.staleness if options.max_staleness is None else options.max_staleness,
     )
+    if options.max_staleness is not None:
+        workload = _with_staleness(workload, loaded, options.max_staleness)
     plan = plan_recipe(recipe, workload, cluster, options.name, top=options.top)
     plan = replace(plan, own=own_placement(recipe, workload, cluster))
     seconds = _band(recipe, workload, cluster, options, plan, lengths)
@@ -136,6 +138,16 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
             console.print(f"{whose}: {one.words}", highlight=False)
     if played is not None:
         console.print(render_simulation(played, plan.best), highlight=False)
+
+
+def _with_staleness(workload: Workload, loaded: Loaded[Recipe], most: int) -> Workload:
+    """The step with samples so many versions old, and with what a run then does of itself where its recipe says nothing."""
+    recipe = loaded.recipe
+    stale = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_staleness": most})})
+    silent = not any(key.startswith("algorithm.correction") for key in loaded.sources)
+    correction = correction_by_default(stale, silent=silent)
+    stale = stale.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"correction": correction})})
+    return replace(workload, staleness=most, scores=scored_first(stale, "may ask for all"))
 
 
 def _unlike_pick(recipe: Recipe, plan: Plan) -> str | None:

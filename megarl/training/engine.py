@@ -191,7 +191,8 @@ class Engine:
     def update(self, shard: Shard, columns: dict[str, Column], loss: Loss) -> dict[str, float]:
         """One optimizer step for each mini-batch, in order; returns metrics over all of them and over all ranks.
 
-        columns: label-aligned, as many micro-batches as the shard has; at least those that the loss reads.
+        columns: label-aligned, as many micro-batches as the shard has; at least those that the loss reads. What it reads from
+        the second optimizer step on may hold anything of the first mini-batch.
         Raises MegarlError when the role is frozen, a column is missing, or a gradient is not finite or a spike.
         """
         stepper, shares = self._require_stepper("update"), self._shares
@@ -205,7 +206,7 @@ class Engine:
             chunk.train()
         with self._awake(*PARTS), self._counted(shard):
             for index, mini in enumerate(shard.mini_batches):
-                batches, _ = self._to_device(mini, {name: columns[name][index] for name in loss.columns})
+                batches, _ = self._to_device(mini, {name: columns[name][index] for name in loss.read(index)})
                 stepper.zero_grad()
                 self._accumulate_gradients(batches, loss, sums)
                 sums.end_mini_batch()

@@ -45,29 +45,31 @@ LossFn = Callable[[TokenScores, DeviceBatch], LossOutput]
 class Loss:
     """A loss function, and what it has to be given. group: where the gradient norm and the learning rate are reported.
 
-    one_step: whether it is right for the first optimizer step of an update alone. at_kl: the function at a KL of policy and
-    reference, where it asks for one; `fn` is that at 0.
+    later: names of those that it reads from the second optimizer step of an update on; in the first it does without.
+    at_kl: the function at a KL of policy and reference, where it asks for one; `fn` is that at 0.
     """
 
     fn: LossFn
-    columns: frozenset[str]  # names of the columns that it reads
+    columns: frozenset[str]  # names of the columns that it reads in every optimizer step
     group: str = "actor"
     with_entropy: bool = True
     entropy_grad: bool = False
-    one_step: bool = False
+    later: frozenset[str] = frozenset()
     at_kl: Callable[[float], LossFn] | None = None
 
     def at(self, kl: float) -> Loss:
         """The loss at this KL, in nats; the same where it asks for none."""
         return self if self.at_kl is None else replace(self, fn=self.at_kl(kl))
 
+    def read(self, step: int) -> frozenset[str]:
+        """Names of the columns that an update's optimizer step reads. step: from 0."""
+        return self.columns | self.later if step else self.columns
+
     def check(self, columns: Collection[str], num_steps: int = 1) -> None:
-        """Raises MegarlError where too few columns are given, or several optimizer steps to a loss for one. columns: names."""
-        missing = sorted(self.columns - set(columns))
+        """Raises MegarlError where the update of so many optimizer steps was given too few columns. columns: names."""
+        missing = sorted(self.read(num_steps - 1) - set(columns))
         if missing:
             raise MegarlError(f"The loss needs the columns {missing}; the update was given {sorted(columns)}.")
-        if self.one_step and num_steps > 1:
-            raise MegarlError(f"{num_steps} optimizer steps of a loss that is right for the first alone.")
 
 
 def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -> Loss:
@@ -99,13 +101,15 @@ def policy_loss(
 
     Columns: old_logprobs, those that the policy loss asks for, and ref_logprobs where a KL is in the loss. teacher_top where it
     asks for what policy and teacher say of the teacher's likeliest labels.
-    over_context: sums a tensor over the ranks that hold parts of the same sequences. old_given: off, old_logprobs are no column:
-    those of the weights that the update begins with are the ones that the loss is given, without their gradient.
+    over_context: sums a tensor over the ranks that hold parts of the same sequences. old_given: off, old_logprobs are a column
+    from the second optimizer step on: in the first, whose weights are still those that sampled, the loss is given its own,
+    without their gradient.
     """
     function, chosen = policy_loss_function(algorithm), settings(algorithm)
     asked = wanted(function, LOSS_INPUTS)
-    made = {"logprobs", "old_logprobs", "sequence_log_ratio", "sequence_mean", *OF_TOP}
-    flat = asked - made | ({"old_logprobs"} if old_given else set())
+    made = {"logprobs", "sequence_log_ratio", "sequence_mean", *OF_TOP}
+    old_column = frozenset({"old_logprobs"})
+    flat = asked - made - old_column
     with_kl = algorithm.kl_in == "loss" and algorithm.kl_coef > 0
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
@@ -114,7 +118,8 @@ def policy_loss(
         # Masked before anything is computed: a weight of zero would not silence an infinity, nor its gradient.
         logprobs, entropy = _masked(scores.logprobs, mask), _masked(scores.entropy, mask)
         given = {"logprobs": logprobs, **{name: _masked(batch.columns[name], mask) for name in flat}}
-        old = given.setdefault("old_logprobs", logprobs.detach())
+        column = batch.columns.get("old_logprobs")
+        old = given["old_logprobs"] = logprobs.detach() if column is None else _masked(column, mask)
         sequence_mean = partial(_sequence_mean, batch, over_context)
         if "sequence_log_ratio" in asked:
             given["sequence_log_ratio"] = sequence_mean(logprobs - old)
@@ -151,7 +156,8 @@ def policy_loss(
         )
 
     columns = flat | ({"ref_logprobs"} if with_kl else set()) | ({TEACHER_TOP} if asked & OF_TOP else set())
-    return Loss(fn, columns, entropy_grad=algorithm.entropy_coef > 0, one_step=not old_given)
+    always, later = (old_column, frozenset[str]()) if old_given else (frozenset[str](), old_column)
+    return Loss(fn, columns | always, entropy_grad=algorithm.entropy_coef > 0, later=later)
 
 
 def _top_inputs(scores: TokenScores, batch: DeviceBatch) -> dict[str, Tensor]:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout, is_lead
 from megarl.core.loading import as_if_missing, without_collection
@@ -21,7 +23,7 @@ from megarl.core.metrics import Operation
 from megarl.core.platform import Platform, PlatformName, get_platform, peak_bytes, reset_peak_bytes, return_free_memory
 from megarl.core.ports import kept_port
 from megarl.core.progress import Progress
-from megarl.core.types import Column, Shard
+from megarl.core.types import Column, FloatArray, MiniBatch, MiniBatches, Shard
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.roles import Part
 from megarl.training.manifest import read_model_config
@@ -139,15 +141,20 @@ class Rank:
             raise MegarlError(f"This rank hosts no role {role!r}; it hosts {sorted(self._engines)}.")
         return self._engines[role]
 
-    def logprobs(self, role: str, shard: Shard, temperature: float | None = None) -> Column | None:
+    def logprobs(
+        self, role: str, shard: Shard, temperature: float | None = None, of: MiniBatches = "all"
+    ) -> Column | None:
         """Log-probs of this rank's shard; None unless the rank answers for the shard in the role's layout.
 
-        temperature: divides the logits; the role's own where not given.
+        temperature: divides the logits; the role's own where not given. of: mini-batches; what is left out is NaN.
         """
-        engine = self.engine(self._bases.get(role, role))
+        engine, first = self.engine(self._bases.get(role, role)), 0 if of == "all" else 1
         with self.watched(role, "logprobs"):
-            column = engine.logprobs(shard, temperature, adapters=role not in self._bases)
-        return column if is_lead(self.rank, engine.groups.layout) else None
+            wanted = Shard(shard.mini_batches[first:])
+            column = engine.logprobs(wanted, temperature, adapters=role not in self._bases)
+        if column is None or not is_lead(self.rank, engine.groups.layout):
+            return None
+        return [*(_not_numbers(mini) for mini in shard.mini_batches[:first]), *column]
 
     def top(self, role: str, shard: Shard, k: int) -> Column | None:
         """The k likeliest labels of each token (`Engine.top`); None unless the rank answers for the shard."""
@@ -273,6 +280,11 @@ def _load(platform: Platform) -> None:
 
         prepare_megatron(platform)
         importlib.import_module("megarl.training.engine")
+
+
+def _not_numbers(mini: MiniBatch) -> list[FloatArray]:
+    """What stands in a column for a mini-batch that nobody reads there: used by mistake, it would be seen."""
+    return [np.full(micro.num_tokens, np.nan, np.float32) for micro in mini.micro_batches]
 
 
 def _set_num_threads(platform: Platform, threads: int | None) -> None:

@@ -22,7 +22,7 @@ NEARLY_ALL = 0.99
 class PolicyObjective:
     """The algorithm's policy loss, with its KL and entropy.
 
-    old_given: whether old_logprobs are a column; else the loss takes its own, and an update is one optimizer step.
+    old_given: whether old_logprobs are a column of every mini-batch; off, in an update's first the loss takes its own.
     """
 
     algorithm: Algorithm

@@ -69,8 +69,8 @@ def test_data_parallel_ranks_are_given_plans_with_all_their_blocks() -> None:
     role, ranks = role_on(Layout(world_size=2))
     columns = role.logprobs(BATCH).wait()
     assert [rank.given for rank in ranks] == [
-        [("actor", None, OWNERS, *ALL[: len(ALL) // 2])],
-        [("actor", None, OWNERS, *ALL[len(ALL) // 2 :])],
+        [("actor", None, "all", OWNERS, *ALL[: len(ALL) // 2])],
+        [("actor", None, "all", OWNERS, *ALL[len(ALL) // 2 :])],
     ]
     assert columns == tuple(
         tuple(f"column {rank}.{OWNERS * shard + owner}" for owner in range(OWNERS))

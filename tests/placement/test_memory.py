@@ -10,6 +10,7 @@ import pytest
 
 from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
+from megarl.core.types import MiniBatches
 from megarl.models.config import Mla, Moe
 from megarl.placement.activations import Counting
 from megarl.placement.cluster import make_cluster
@@ -188,14 +189,14 @@ def test_every_choice_is_counted_as_it_is_alone() -> None:
 def test_an_actor_that_is_asked_for_log_probs_holds_what_they_take_where_its_layers_keep_little() -> None:
     cluster = make_cluster("H100", 1)
 
-    def working(*, scores: bool, **more: object) -> float:
+    def working(*, scores: MiniBatches | None, **more: object) -> float:
         work = workload(QWEN_7B, roles=("actor", "rollout", "reference"), scores=scores, **more)
         choice = one_layout(Layout(world_size=8), 16384, "full")
         return float(held_bytes("actor", choice, work, cluster).working[0])
 
     frozen = float(role_bytes(QWEN_7B, one_layout(Layout(world_size=8), 16384), 2, FROZEN).working[0])
-    assert working(scores=True) >= frozen
-    assert working(scores=True, lora=Lora(rank=8)) == working(scores=False, lora=Lora(rank=8)) == frozen
+    assert working(scores="all") == working(scores="later") >= frozen
+    assert working(scores="all", lora=Lora(rank=8)) == working(scores=None, lora=Lora(rank=8)) == frozen
 
 
 def test_an_actor_holds_its_teachers_likeliest_tokens_of_a_whole_mini_batch() -> None:

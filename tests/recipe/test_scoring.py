@@ -25,29 +25,32 @@ OWN = f"{__name__}:of_log_probs"
 @pytest.mark.parametrize(
     ("algorithm", "actor", "expected"),
     [
-        ({}, {}, False),
-        ({"advantage": "gae"}, {}, False),
-        ({}, {"epochs": 2}, True),
-        ({}, {"mini_batch_samples": 1}, True),
-        ({"old_logprobs": "rollout"}, {"epochs": 2}, False),
-        ({"correction": Correction()}, {}, True),
-        ({"max_logprob_diff": 0.1}, {}, True),
-        ({"kl_coef": 0.1}, {}, False),
-        ({"kl_coef": 0.1, "kl_in": "reward"}, {}, True),
-        ({"advantage": OWN}, {}, True),
+        ({}, {}, None),
+        ({"advantage": "gae"}, {}, None),
+        ({}, {"epochs": 2}, "all"),
+        ({}, {"epochs": 2, "mini_batch_samples": 1}, "all"),
+        ({}, {"mini_batch_samples": 1}, "later"),
+        ({"kl_coef": 0.1}, {"mini_batch_samples": 1}, "later"),
+        ({"old_logprobs": "rollout"}, {"epochs": 2}, None),
+        ({"old_logprobs": "rollout"}, {"mini_batch_samples": 1}, None),
+        ({"correction": Correction()}, {}, "all"),
+        ({"max_logprob_diff": 0.1}, {"mini_batch_samples": 1}, "all"),
+        ({"kl_coef": 0.1}, {}, None),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, {}, "all"),
+        ({"advantage": OWN}, {}, "all"),
     ],
 )
-def test_a_pass_of_its_own_is_where_something_needs_it(
-    algorithm: dict[str, Any], actor: dict[str, Any], expected: bool
+def test_a_pass_of_its_own_is_of_the_samples_that_need_it(
+    algorithm: dict[str, Any], actor: dict[str, Any], expected: str | None
 ) -> None:
     recipe = recipe_of(Algorithm(**algorithm), actor=Actor(**actor))
-    assert scored_first(recipe) is expected
-    assert old_logprobs_given(recipe) is (expected or recipe.algorithm.old_logprobs == "rollout")
+    assert scored_first(recipe) == expected
+    assert old_logprobs_given(recipe) is (expected == "all" or recipe.algorithm.old_logprobs == "rollout")
 
 
 def test_a_function_that_nobody_looks_at_may_need_it() -> None:
     recipe = recipe_of(Algorithm(advantage="package.that_is_not_there:function"))
-    assert scored_first(recipe, "may ask for all")
+    assert scored_first(recipe, "may ask for all") == "all"
 
 
 @pytest.mark.parametrize(

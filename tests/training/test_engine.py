@@ -143,9 +143,32 @@ def test_one_optimizer_step_needs_no_log_probs_of_a_pass_before_it(rank, spec):
         ended.append((metrics, [tensor.clone() for bucket in rank.buckets("actor", 1 << 20) for _, tensor in bucket]))
     assert ended[0][0] == ended[1][0] and ended[0][0][0]["actor/grad_norm"] > 0
     assert all(torch.equal(one, other) for one, other in zip(ended[0][1], ended[1][1], strict=True))
-    [shard], [columns] = shards([examples([9], VOCAB), examples([12], VOCAB)])
-    with pytest.raises(MegarlError, match="2 optimizer steps"):
+
+
+def test_the_first_of_several_optimizer_steps_needs_none_either(rank, spec):
+    """To the bit, with what nobody may read in their place; the steps after it need them."""
+    alone = dataclasses.replace(spec, objective=dataclasses.replace(spec.objective, old_given=False))
+    [shard], [columns] = shards([examples(lengths, VOCAB) for lengths in ([9, 40], [12], [17])], micro_batches=2)
+    ended = []
+    for each, of in ((spec, "all"), (alone, "later")):
+        rank.build("actor", each)
+        old = rank.logprobs("actor", shard, of=of)
+        assert [np.isnan(np.concatenate(mini)).all() for mini in old] == [of == "later", False, False]
+        metrics = rank.update("actor", shard, columns | {"old_logprobs": old})
+        ended.append((metrics, weights(rank, "actor")))
+    assert ended[0][0] == ended[1][0] and ended[0][0]["actor/approx_kl"] > 0
+    assert all(torch.equal(tensor, ended[1][1][name]) for name, tensor in ended[0][1].items())
+    del columns["old_logprobs"]
+    with pytest.raises(MegarlError, match="needs the columns"):
         rank.update("actor", shard, columns)
+
+
+def test_where_one_optimizer_step_is_left_none_is_asked_for_log_probs(rank, spec):
+    rank.build("actor", spec)
+    [shard], _ = shards([examples([9], VOCAB)])
+    [mini] = rank.logprobs("actor", shard, of="later")
+    assert np.isnan(np.concatenate(mini)).all()
+    assert rank.logprobs("actor", Shard(()), of="later") == []
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -60,7 +60,8 @@ def test_without_old_log_probs_a_loss_is_that_of_its_own(name):
         given["teacher_top"] = [[6.0, math.log(0.8), math.log(0.2)]] * 4
     algorithm = Algorithm(policy_loss=name)
     scored, alone = policy_loss(algorithm), policy_loss(algorithm, old_given=False)
-    assert (scored.columns - alone.columns, alone.one_step, scored.one_step) == ({"old_logprobs"}, True, False)
+    assert (scored.columns - alone.columns, alone.later, scored.later) == ({"old_logprobs"}, {"old_logprobs"}, set())
+    assert (alone.read(0), alone.read(1)) == (alone.columns, scored.columns)
     one, other = scores(own), scores(own)
     with_old = scored.fn(one, batch(old_logprobs=own, **given))
     without = alone.fn(other, batch(**given))

@@ -16,7 +16,7 @@ from megarl.cluster.ranks import RankShards, merged
 from megarl.cluster.server_actors import Started
 from megarl.core.layout import is_lead
 from megarl.core.platform import get_platform
-from megarl.core.types import Block, Column, FloatArray, Shard, ShardPlan
+from megarl.core.types import Block, Column, FloatArray, MiniBatches, Shard, ShardPlan
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.external import ModelFacts
 from megarl.serving.router import RouterProcess, RouterSpec
@@ -87,9 +87,9 @@ class Rank:
         self._book.specs[role] = spec
 
     def logprobs(
-        self, role: str, temperature: float | None, num_owners: int, *parts: ShardPlan | Block
+        self, role: str, temperature: float | None, of: MiniBatches, num_owners: int, *parts: ShardPlan | Block
     ) -> tuple[Any, ...]:
-        self._book.note("logprobs", role, temperature)
+        self._book.note("logprobs", role, temperature, of)
         return self._columns(role, RankShards.of(num_owners, parts))
 
     def top(self, role: str, k: int, num_owners: int, *parts: ShardPlan | Block) -> tuple[Any, ...]:

@@ -63,7 +63,7 @@ def learn(
     found: dict[str, float | tuple[float, ...]] = {}
     for first, mini in enumerate(shard.mini_batches):
         for second, micro in enumerate(mini.micro_batches):
-            given = {name: columns[name][first][second] for name in loss.columns}
+            given = {name: columns[name][first][second] for name in loss.read(first)}
             batch = to_device(micro, given, "cpu", Layout(), 0)
             says = torch.tensor(_values(role, micro, 1.0), requires_grad=True)
             entropy = torch.tensor(0.5 + 0.1 * np.arange(micro.num_tokens), dtype=torch.float32, requires_grad=True)
