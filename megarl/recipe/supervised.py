@@ -100,7 +100,9 @@ class SftActor(Section):
         description="with recompute full: so many layers of each (virtual) pipeline stage, and no others; default: all",
     )
     aux_loss_coef: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="weight of the load-balancing loss of a mixture of experts"
+        0.0,
+        description="weight of the load-balancing loss of a mixture of experts: one of each micro-batch, their mean by tokens, "
+        "padding counted; so micro_batch_tokens changes it, and a little the layout",
     )
     lora: Lora | None = Field(None, description="train low-rank adapters alone; default: the whole model")
     offload: tuple[Part, ...] = Field(
