@@ -32,6 +32,9 @@ from megarl.run.model_check import with_linears
 from megarl.run.past_run import PastRun, calibrated, cluster_of_run, compare, read_run
 from megarl.run.plan_models import PlannedModels
 
+# From so many on a search takes long enough to be spoken of.
+MANY_DEVICES = 1024
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -107,6 +110,7 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
         quantization=options.quantization or workload.quantization,
         staleness=workload.staleness if options.max_staleness is None else options.max_staleness,
     )
+    _say_how_many(cluster)
     plan = plan_recipe(recipe, workload, cluster, options.name, top=options.top)
     plan = replace(plan, own=own_placement(recipe, workload, cluster))
     seconds = _band(recipe, workload, cluster, options, plan, lengths)
@@ -136,6 +140,13 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
             console.print(f"{whose}: {one.words}", highlight=False)
     if played is not None:
         console.print(render_simulation(played, plan.best), highlight=False)
+
+
+def _say_how_many(cluster: Cluster) -> None:
+    """Before a search that takes long: nothing else is printed until its end."""
+    if cluster.num_devices >= MANY_DEVICES:
+        words = f"Searching placements on {cluster.describe()}: so many take a minute or more, and fewer nodes less."
+        Console(stderr=True, markup=False).print(words, highlight=False)
 
 
 def _unlike_pick(recipe: Recipe, plan: Plan) -> str | None:
