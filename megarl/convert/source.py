@@ -75,11 +75,11 @@ def _newest(checkpoints: Checkpoints, *, read: bool) -> Source:
         return _in_step(found[-1].folder)
     whole, damaged = checkpoints.newest_whole()
     if whole is None:
-        kind = DamageError if damaged else UserError
-        raise kind(
+        error = UserError(
             f"{checkpoints.folder} holds no committed checkpoint.{damaged} Name another run, or an HF folder: a run writes "
             "its own as it ends."
         )
+        raise DamageError(str(error)) if damaged else error
     return replace(_in_step(whole.folder), is_whole=True)
 
 
