@@ -110,9 +110,7 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
         quantization=options.quantization or workload.quantization,
         staleness=workload.staleness if options.max_staleness is None else options.max_staleness,
     )
-    _say_how_many(cluster)
-    plan = plan_recipe(recipe, workload, cluster, options.name, top=options.top)
-    plan = replace(plan, own=own_placement(recipe, workload, cluster))
+    plan = _searched(recipe, workload, cluster, options)
     seconds = _band(recipe, workload, cluster, options, plan, lengths)
     console.print(_words(lengths, seconds), highlight=False)
     if (asks := _unlike_pick(recipe, plan)) is not None:
@@ -142,11 +140,13 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
         console.print(render_simulation(played, plan.best), highlight=False)
 
 
-def _say_how_many(cluster: Cluster) -> None:
-    """Before a search that takes long: nothing else is printed until its end."""
+def _searched(recipe: Recipe, workload: Workload, cluster: Cluster, options: PlanOptions) -> Plan:
+    """The plan, with the recipe's own placement. A search that takes long is spoken of before: nothing else is until its end."""
     if cluster.num_devices >= MANY_DEVICES:
         words = f"Searching placements on {cluster.describe()}: so many take a minute or more, and fewer nodes less."
         Console(stderr=True, markup=False).print(words, highlight=False)
+    plan = plan_recipe(recipe, workload, cluster, options.name, top=options.top)
+    return replace(plan, own=own_placement(recipe, workload, cluster))
 
 
 def _unlike_pick(recipe: Recipe, plan: Plan) -> str | None:
