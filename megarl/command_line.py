@@ -33,7 +33,7 @@ from megarl.core.errors import MegarlError, UserError
 from megarl.core.exit_codes import FAULT
 from megarl.core.interrupts import Interrupts, as_error
 from megarl.core.log import visible
-from megarl.core.terminal import outlive_terminal
+from megarl.core.terminal import forget_no_width, outlive_terminal
 
 
 class Commands(TyperGroup):
@@ -79,6 +79,7 @@ app.add_typer(submit.app)  # submit, status, logs, cancel
 
 def main() -> None:
     """A command. What an exit code means stands in docs/exit_codes.md; no stack trace for an expected error."""
+    forget_no_width()
     outlive_terminal()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Texts of models and names of files have letters that the encoding of the output may lack: no reason to end a run.

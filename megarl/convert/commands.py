@@ -12,7 +12,7 @@ from megarl.convert.convert import Outcome, Settings, hf_to_mcore, make_layout, 
 from megarl.convert.inspection import inspect, render
 from megarl.convert.job import Operation
 from megarl.convert.text_part import check_multimodal, into_multimodal, text_part
-from megarl.core.errors import UserError
+from megarl.core.errors import DamageError, MegarlError, UserError
 from megarl.hub.recipe import local_model
 from megarl.models.hf_dtypes import ModelDtype
 from megarl.placement.workload import read_model
@@ -84,7 +84,10 @@ def _print(outcome: Outcome, settings: Settings, out: Console) -> None:
 
 def run_inspect(path: Path, *, as_json: bool, quick: bool) -> int:
     """Show what is at a path; returns the exit code: 1 where it is damaged."""
-    found = inspect(path, read=not quick)
+    try:
+        found = inspect(path, read=not quick)
+    except DamageError as error:
+        raise MegarlError(str(error)) from error  # what was asked for, and no mistake of who asks
     if as_json:
         print(found.to_json())
     else:

@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.convert.source import Source, find_source
-from megarl.core.errors import UserError
+from megarl.core.errors import DamageError, UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
-from megarl.models.hf_files import check_index, read_index
+from megarl.models.hf_files import TensorInfo, check_index, read_index
 from megarl.models.hf_header import BITS
 from megarl.models.rules import expected_tensors
-from megarl.training.manifest import TensorEntry, read_manifest, read_model_config
+from megarl.training.manifest import Manifest, TensorEntry, read_manifest, read_model_config
 from megarl.training.run_checkpoints import STATE
 
 OPTIMIZER_PREFIX = "optimizer."
@@ -62,15 +62,21 @@ class Inspection:
 def inspect(path: Path, *, read: bool = True) -> Inspection:
     """Look at an HF folder, a checkpoint or a run. read: compare all content with the checksums, not sizes alone.
 
-    Raises UserError where there is no model, or its manifest or headers are broken.
+    Raises UserError where there is no model, or one that megarl does not know; DamageError where so much is damaged that it
+    cannot be told what there was.
     """
     source = find_source(path, read=read)
-    config = read_model_config(source.hf)
-    return _inspect_hf(source, config) if source.kind == "hf" else _inspect_mcore(source, config, read=read)
-
-
-def _inspect_mcore(source: Source, config: ModelConfig, *, read: bool) -> Inspection:
+    if source.kind == "hf":
+        return _inspect_hf(source, read_model_config(source.hf))
     manifest = read_manifest(source.folder)
+    try:
+        config = read_model_config(source.hf)
+    except UserError as error:  # it was written with one that could be read
+        raise DamageError(str(error)) from error
+    return _inspect_mcore(source, manifest, config, read=read)
+
+
+def _inspect_mcore(source: Source, manifest: Manifest, config: ModelConfig, *, read: bool) -> Inspection:
     model = {name: entry for name, entry in manifest.tensors.items() if not name.startswith(OPTIMIZER_PREFIX)}
     return Inspection(
         path=source.folder,
@@ -94,8 +100,9 @@ def _inspect_mcore(source: Source, config: ModelConfig, *, read: bool) -> Inspec
 
 
 def _inspect_hf(source: Source, config: ModelConfig) -> Inspection:
-    index, damage = read_index(source.folder), []
+    index, damage = dict[str, TensorInfo](), []
     try:
+        index = read_index(source.folder)
         check_index(expected_tensors(config), index, source.folder, config)
     except UserError as error:
         damage.append(str(error).rstrip("."))

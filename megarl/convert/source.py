@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from megarl.core.errors import UserError
+from megarl.core.errors import DamageError, UserError
 from megarl.training.manifest import HF_FOLDER, MANIFEST, checkpoint_damage
 from megarl.training.run_checkpoints import MARKER, Checkpoints, step_damage
 
@@ -75,10 +75,11 @@ def _newest(checkpoints: Checkpoints, *, read: bool) -> Source:
         return _in_step(found[-1].folder)
     whole, damaged = checkpoints.newest_whole()
     if whole is None:
-        raise UserError(
+        error = UserError(
             f"{checkpoints.folder} holds no committed checkpoint.{damaged} Name another run, or an HF folder: a run writes "
             "its own as it ends."
         )
+        raise DamageError(str(error)) if damaged else error
     return replace(_in_step(whole.folder), is_whole=True)
 
 

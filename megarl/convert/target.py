@@ -18,6 +18,8 @@ from megarl.training.manifest import MANIFEST
 SPARE_BYTES = 16 * 2**20  # for configs, tokenizers and headers
 CONTENT, PREVIOUS = "content", "previous"
 WEIGHTS = ("*.safetensors", "*.bin")
+# Folders in which published models have their weights in other forms.
+FORMS = ("original", "onnx", "openvino", "metal", "consolidated")
 # What a disk that is full, a quota and a limit on file sizes answer.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -101,7 +103,13 @@ def _is_replaceable(folder: Path) -> bool:
 def _other_model(folder: Path) -> Path | None:
     """A model further down in the folder of one, which would go with it."""
     below = (path for pattern in (MANIFEST, *WEIGHTS) for path in folder.rglob(pattern) if path.parent != folder)
-    return next((path.parent for path in below), None)
+    found = (path.parent for path in below if path.name == MANIFEST or not _is_form(path.parent, folder))
+    return next(found, None)
+
+
+def _is_form(below: Path, folder: Path) -> bool:
+    """Whether weights there are the folder's own model once more, as published ones have it."""
+    return below.parent == folder and below.name in FORMS and not (below / "config.json").exists()
 
 
 @contextmanager

@@ -34,6 +34,10 @@ class UserError(MegarlError, ValueError):
     exit_code = REFUSED
 
 
+class DamageError(UserError):
+    """What is on disk is not as it was written. Who was asked whether it is ends with code 1 (`megarl convert inspect`)."""
+
+
 class DeadlineError(MegarlError, TimeoutError):
     """A wait that passed its deadline: names the phase, the role and the ranks; carries stacks and log tails."""
 

@@ -13,6 +13,12 @@ from megarl.core.log import get_logger
 log = get_logger(__name__)
 
 
+def forget_no_width() -> None:
+    """A width of 0, as of a terminal that was never sized, is none: tables would have nothing in them."""
+    if not os.environ.get("COLUMNS", "1").strip("0"):
+        del os.environ["COLUMNS"]
+
+
 def outlive_terminal() -> None:
     """From now on, what is printed to a terminal that was closed goes nowhere, whoever prints it.
 

@@ -153,6 +153,12 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
+            # What Python would take for UTF-32.
+            if line.startswith(b"\0\0\0\0") or not line.strip(b"\0\r\n"):
+                raise UserError(
+                    f"{where}: NUL bytes, as a file has that was not written to its end. Leave the line out, or write the file "
+                    "again."
+                )
             try:
                 value = json.loads(line, object_pairs_hook=_object)
                 if b"\\u" in line or b"\xed" in line:  # may be half a character, which no tokenizer takes

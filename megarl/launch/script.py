@@ -102,10 +102,16 @@ def _names(option: str) -> list[str]:
     return [word.partition("=")[0] if word.startswith("--") else word[:2] for word in words if word.startswith("-")]
 
 
-def _quoted(path: Path) -> str:
+def _quoted(path: Path | str) -> str:
     """A path as sbatch reads it in a script's option: within quotes, `\\` takes what stands behind it as it is."""
     escaped = re.sub(r'(["\\])', r"\\\1", str(path))
     return f'"{escaped}"'
+
+
+def _word(value: object) -> str:
+    """A value of an option as sbatch reads it: quoted where it would not be one word otherwise."""
+    text = str(value)
+    return text if re.fullmatch(r"[\w%+=:,./@\[\]-]+", text) else _quoted(text)
 
 
 def render(job: SlurmJob, template: Path = TEMPLATE) -> str:
@@ -126,6 +132,7 @@ def render(job: SlurmJob, template: Path = TEMPLATE) -> str:
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     environment.filters["sbatch"] = _quoted
+    environment.filters["word"] = _word
     try:
         return environment.from_string(template.read_text()).render(job=job)
     except TemplateError as error:

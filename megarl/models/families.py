@@ -67,7 +67,8 @@ class Family:
     position_scale: queries grow with their position, as the object that describes the scaling says (Rope).
     longrope: transformers scales its positions by LongRoPE and in no other way. interleaved: it turns neighbours.
     rope_unsaid: the object that describes the scaling, where no key does. head_dim: where no key says; None: the hidden size
-    over the heads.
+    over the heads. head_dim_null: null is that as well; elsewhere transformers makes no model of it. head_dim_fixed: it makes
+    none of another.
     pre_norms, post_norms: norms before attention and MLP, and behind them. whole_qk_norm: see ModelConfig. sinks: see there
     too. unscaled_locally: layers with a window have RoPE that is not scaled.
     unrotated: which layers have no positions: those without a window in models that have windows ("global"), or those that
@@ -79,9 +80,9 @@ class Family:
     where use_sliding_window says so. window_default: where no key says.
     ffn_hidden_size: under which key a config has the width of an MLP without experts; where no layer has one, of another.
     theta: RoPE's base where no key says. tied: whether the head is the embedding where no key says; transformers leaves
-    out what equals its own default. pad, eos: the padding token, and those that end a response, where no key says. only: see
-    COMMON. score_architecture: of its models with one score a sequence, where it is not the architecture with
-    ForSequenceClassification for ForCausalLM.
+    out what equals its own default. pad, eos: the padding token, and those that end a response, where no key says;
+    eos_at_null: where one says null, too. only: see COMMON. score_architecture: of its models with one score a sequence,
+    where it is not the architecture with ForSequenceClassification for ForCausalLM.
     """
 
     name: str
@@ -95,6 +96,8 @@ class Family:
     position_scale: bool = False
     longrope: bool = False
     head_dim: int | None = None
+    head_dim_null: bool = False
+    head_dim_fixed: bool = False
     interleaved: bool = False
     rope_unsaid: Mapping[str, Any] | None = None
     pre_norms: bool = True
@@ -120,6 +123,7 @@ class Family:
     tied: bool = False
     pad: int | None = None
     eos: tuple[int, ...] = ()
+    eos_at_null: bool = False
     only: Only = field(default_factory=lambda: COMMON)
     score_architecture: str | None = None
 
@@ -208,8 +212,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             moe=QWEN2_MOE,
             only=QWEN2_ONLY,
         ),
-        "LlamaForCausalLM": Family("llama", ("llama",), eos=(2,)),
-        "MistralForCausalLM": Family("mistral", ("mistral",), window="all", window_default=4096, eos=(2,)),
+        "LlamaForCausalLM": Family("llama", ("llama",), head_dim_null=True, eos=(2,)),
+        "MistralForCausalLM": Family(
+            "mistral", ("mistral",), head_dim_null=True, window="all", window_default=4096, eos=(2,)
+        ),
         "Ministral3ForCausalLM": Family(
             "ministral3",
             ("ministral3",),
@@ -242,9 +248,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             eos=(32000,),
             only=PHI3_ONLY,
         ),
-        "MixtralForCausalLM": Family("mixtral", ("mixtral",), moe=MIXTRAL, window="all", theta=1e6, eos=(2,)),
+        "MixtralForCausalLM": Family(
+            "mixtral", ("mixtral",), head_dim_null=True, moe=MIXTRAL, window="all", theta=1e6, eos=(2,)
+        ),
         "DeepseekV3ForCausalLM": Family(
-            "deepseek_v3", ("deepseek_v3", "kimi_k2"), moe=DEEPSEEK_V3, mla=True, eos=(1,), only=DEEPSEEK_ONLY
+            "deepseek_v3",
+            ("deepseek_v3", "kimi_k2"),
+            head_dim_null=True,
+            moe=DEEPSEEK_V3,
+            mla=True,
+            eos=(1,),
+            only=DEEPSEEK_ONLY,
         ),
         "Glm4ForCausalLM": Family(
             "glm4",
@@ -257,6 +271,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             post_norms=True,
             pad=151329,
             eos=(151329, 151336, 151338),
+            eos_at_null=True,
             only=GLM4_ONLY,
         ),
         "Glm4MoeForCausalLM": Family(
@@ -331,6 +346,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qkv_bias_unsaid=True,
             output_bias="attention_out_bias",
             head_dim=128,
+            head_dim_null=True,
             pad=1,
             eos=(2,),
             only=QWEN2_ONLY,
@@ -349,7 +365,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             only=MINIMAX_M2_ONLY,
         ),
         "OlmoeForCausalLM": Family(
-            "olmoe", ("olmoe",), qk_norm=True, whole_qk_norm=True, moe=OLMOE, pad=1, eos=(50279,), only=OLMOE_ONLY
+            "olmoe",
+            ("olmoe",),
+            head_dim_fixed=True,
+            qk_norm=True,
+            whole_qk_norm=True,
+            moe=OLMOE,
+            pad=1,
+            eos=(50279,),
+            only=OLMOE_ONLY,
         ),
         "Gemma3ForCausalLM": Family(
             "gemma3",

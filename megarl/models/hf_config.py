@@ -91,7 +91,7 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         tied_embeddings=fields.flag("tie_word_embeddings", family.tied),
         **_biases(fields, family),
         qk_norm=_said(fields, family.qk_norm),
-        eos_token_ids=fields.counts(EOS, lone=True) if EOS in fields.raw else family.eos,
+        eos_token_ids=_ends(fields, family),
         moe=moe,
         moe_layers=moe_layers,
         mla=mla,
@@ -115,6 +115,12 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         mxfp4=mxfp4,
     )
     return _with_head(config, fields, heads_of[architecture])
+
+
+def _ends(fields: Fields, family: Family) -> tuple[int, ...]:
+    """The tokens that end a response. Raises UserError."""
+    unsaid = fields.get(EOS) is None if family.eos_at_null else EOS not in fields.raw
+    return family.eos if unsaid else fields.counts(EOS, lone=True)
 
 
 def _biases(fields: Fields, family: Family) -> dict[str, Any]:
@@ -195,15 +201,16 @@ def _heads(fields: Fields, family: Family, hidden: int) -> tuple[int, int, int, 
     """Query heads, key-value heads, width of a query head."""
     heads = fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", heads)
+    if fields.raw.get("head_dim", 0) is None and not family.head_dim_null:
+        fields.refuse(
+            "head_dim", None, "a whole number, or no such key, is wanted: transformers makes no model of null"
+        )
     if not family.mla:
         if heads % kv_heads:
             raise UserError(
                 f"{fields.path}: num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}."
             )
-        unsaid = family.head_dim if "head_dim" not in fields.raw else None
-        head_dim = fields.count("head_dim", unsaid or hidden // heads)
-        _check_rotated(fields, "head_dim", head_dim)
-        return heads, kv_heads, head_dim, None
+        return heads, kv_heads, _head_dim(fields, family, hidden, heads), None
     if kv_heads != heads:
         raise UserError(
             f"{fields.path}: num_key_value_heads {kv_heads} is not num_attention_heads {heads}, as latent attention has it."
@@ -221,6 +228,17 @@ def _heads(fields: Fields, family: Family, hidden: int) -> tuple[int, int, int, 
             "head_dim", fields.get("head_dim"), f"qk_rope_head_dim, which is {mla.rope_dim}, or none is wanted"
         )
     return heads, heads, mla.nope_dim + mla.rope_dim, mla
+
+
+def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
+    """Width of a head, as transformers takes it. Raises UserError for one of which it makes no model."""
+    share = hidden // heads
+    head_dim = fields.count("head_dim", share if "head_dim" in fields.raw else family.head_dim or share)
+    _check_rotated(fields, "head_dim", head_dim)
+    if family.head_dim_fixed and head_dim * heads != hidden:
+        wanted = f"hidden_size {hidden} / num_attention_heads {heads} is wanted, by which transformers sizes the norms"
+        fields.refuse("head_dim", head_dim, wanted)
+    return head_dim
 
 
 def _check_rotated(fields: Fields, key: str, width: int) -> None:

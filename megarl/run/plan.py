@@ -33,6 +33,9 @@ from megarl.run.model_check import with_linears
 from megarl.run.past_run import PastRun, calibrated, cluster_of_run, compare, read_run
 from megarl.run.plan_models import PlannedModels
 
+# From so many on a search takes long enough to be spoken of.
+MANY_DEVICES = 1024
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -109,8 +112,7 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
     )
     if options.max_staleness is not None:
         workload = _with_staleness(workload, loaded, options.max_staleness)
-    plan = plan_recipe(recipe, workload, cluster, options.name, top=options.top)
-    plan = replace(plan, own=own_placement(recipe, workload, cluster))
+    plan = _searched(recipe, workload, cluster, options)
     seconds = _band(recipe, workload, cluster, options, plan, lengths)
     console.print(_words(lengths, seconds), highlight=False)
     if (asks := _unlike_pick(recipe, plan)) is not None:
@@ -148,6 +150,15 @@ def _with_staleness(workload: Workload, loaded: Loaded[Recipe], most: int) -> Wo
     correction = correction_by_default(stale, silent=silent)
     stale = stale.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"correction": correction})})
     return replace(workload, staleness=most, scores=scored_first(stale, "may ask for all"))
+
+
+def _searched(recipe: Recipe, workload: Workload, cluster: Cluster, options: PlanOptions) -> Plan:
+    """The plan, with the recipe's own placement. A search that takes long is spoken of before: nothing else is until its end."""
+    if cluster.num_devices >= MANY_DEVICES:
+        words = f"Searching placements on {cluster.describe()}: so many take a minute or more, and fewer nodes less."
+        Console(stderr=True, markup=False).print(words, highlight=False)
+    plan = plan_recipe(recipe, workload, cluster, options.name, top=options.top)
+    return replace(plan, own=own_placement(recipe, workload, cluster))
 
 
 def _unlike_pick(recipe: Recipe, plan: Plan) -> str | None:

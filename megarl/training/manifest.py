@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from megarl.core.checksums import FileSum, file_damage
-from megarl.core.errors import UserError
+from megarl.core.errors import DamageError, UserError
 from megarl.core.json_file import read_object
 from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
@@ -95,9 +95,12 @@ PARSER = TypeAdapter(Manifest)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises UserError where it is missing, broken, or of a later version of megarl."""
+    """The manifest of a checkpoint. Raises DamageError where it is missing or broken, UserError of a later version of megarl."""
     path = folder / MANIFEST
-    version = read_object(path, UNFINISHED).get("format")
+    try:
+        version = read_object(path, UNFINISHED).get("format")
+    except UserError as error:
+        raise DamageError(str(error)) from error
     if version != FORMAT:
         raise UserError(f"{path} has format {version}, and this megarl reads {FORMAT}: use the megarl that wrote it.")
     try:
@@ -105,7 +108,7 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "it"
-        raise UserError(f"{path} is broken ({where}: {first['msg']}): the checkpoint is damaged.") from error
+        raise DamageError(f"{path} is broken ({where}: {first['msg']}): the checkpoint is damaged.") from error
 
 
 def read_model_config(folder: Path) -> ModelConfig:

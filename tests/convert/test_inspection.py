@@ -6,8 +6,8 @@ from safetensors.torch import load_file, save_file
 
 from megarl.convert.commands import run_inspect
 from megarl.convert.inspection import inspect, render
-from megarl.core.errors import UserError
-from megarl.training.manifest import MANIFEST
+from megarl.core.errors import MegarlError, UserError
+from megarl.training.manifest import HF_FOLDER, MANIFEST
 from tests.convert.conftest import flip, parsed, write_checkpoint
 
 
@@ -71,11 +71,35 @@ def test_a_quick_look_reads_no_content(tmp_path, hf, capsys):
     assert run_inspect(folder, as_json=False, quick=True) == 0
 
 
-def test_a_broken_manifest(tmp_path, hf):
+def test_a_cut_file_of_weights_is_damage(tmp_path, hf, capsys):
+    folder = tmp_path / "cut"
+    shutil.copytree(hf, folder)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-100])
+    assert run_inspect(folder, as_json=True, quick=False) == 1
+    found = parsed(capsys.readouterr().out)
+    assert found["whole"] is False and "model.safetensors" in found["damage"][0]
+
+
+def test_what_is_too_broken_to_be_told_of_is_exit_code_1(tmp_path, hf):
     folder = write_checkpoint(tmp_path / "x", hf)
     (folder / MANIFEST).write_text((folder / MANIFEST).read_text()[:100])
-    with pytest.raises(UserError, match=r"megarl.json is not JSON: .*is damaged"):
-        inspect(folder)
+    with pytest.raises(MegarlError, match=r"megarl.json is not JSON: .*is damaged") as error:
+        run_inspect(folder, as_json=False, quick=False)
+    assert error.value.exit_code == 1
+    folder = write_checkpoint(tmp_path / "y", hf)
+    (folder / HF_FOLDER / "config.json").write_text("{")
+    with pytest.raises(MegarlError, match=r"config.json is not JSON") as error:
+        run_inspect(folder, as_json=False, quick=False)
+    assert error.value.exit_code == 1
+
+
+def test_a_run_without_a_whole_checkpoint_is_exit_code_1(run):
+    for file in run.rglob("__0_0.distcp"):
+        flip(file)
+    with pytest.raises(MegarlError, match=r"holds no committed checkpoint. Damaged: .*other content") as error:
+        run_inspect(run, as_json=False, quick=False)
+    assert error.value.exit_code == 1
 
 
 def test_a_manifest_of_the_future(tmp_path, hf):

@@ -145,6 +145,16 @@ def test_force_takes_no_other_model_with_the_one_that_it_replaces(tmp_path, name
         check_target(tmp_path, 10, force=True)
 
 
+def test_force_replaces_a_model_that_has_its_weights_in_other_forms_too(tmp_path):
+    for name in ("config.json", "model.safetensors", "original/consolidated.00.bin", "onnx/model.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    check_target(tmp_path, 10, force=True)
+    (tmp_path / "original" / "config.json").touch()
+    with pytest.raises(UserError, match=r"holds another model, .*/original, so --force does not replace it"):
+        check_target(tmp_path, 10, force=True)
+
+
 def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(tmp_path):
     with pytest.raises(UserError, match=r"No room for .*it needs 1152921504\.62\d GB, and .* are free"):
         check_target(tmp_path / "x", 2**60, force=False)

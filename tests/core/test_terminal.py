@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.core.terminal import forget_no_width
 from tests.support.processes import heed_interrupts
 from tests.support.terminal import Terminal
 
@@ -63,3 +64,13 @@ def test_a_terminal_that_is_closed_ends_a_command_in_order_unless_it_was_started
     if apart:
         assert ("megarl: SIGHUP: ending everything in order" in said) == heeds
         assert ("megarl: interrupted by SIGHUP" in said) == heeds
+
+
+@pytest.mark.parametrize(("width", "left"), [("0", None), ("", None), ("00", None), ("7", "7"), (None, None)])
+def test_a_width_of_nothing_is_none(monkeypatch: pytest.MonkeyPatch, width: str | None, left: str | None) -> None:
+    """rich takes COLUMNS=0 at its word, and prints tables without a letter."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if width is not None:
+        monkeypatch.setenv("COLUMNS", width)
+    forget_no_width()
+    assert os.environ.get("COLUMNS") == left

@@ -72,6 +72,13 @@ def test_bytes_that_are_not_utf8_name_the_line(tmp_path: Path) -> None:
         list(read_rows(path))
 
 
+@pytest.mark.parametrize("line", [b"\0" * 40, b"\0", b"\0" * 8 + b'{"prompt": "a"}'], ids=["many", "one", "before"])
+def test_nul_bytes_are_named_as_what_they_are(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "cut.jsonl").write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
+    with pytest.raises(UserError, match=r"line 2: NUL bytes, as a file has that was not written to its end"):
+        list(read_rows(tmp_path / "cut.jsonl"))
+
+
 def test_half_a_character_is_told_however_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "half.jsonl"
     path.write_bytes(b'{"prompt": "\xed\xa0\xbd"}\n')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,14 @@ def test_a_job_on_gpus_asks_slurm_for_them_and_everything_else_as_given(tmp_path
     } <= asked(script)
     assert "\ntrue && true\n" in script
     assert "--resource" not in command(script, tmp_path)
+
+
+def test_a_partition_with_a_space_is_one_word_to_sbatch() -> None:
+    lines = asked(
+        render(replace(JOB, partition="big mem", account="our lab", exclude="n1 n2", memory="1 G", time="1 day"))
+    )
+    words = {word for line in lines for word in shlex.split(line)}
+    assert {"--partition=big mem", "--account=our lab", "--exclude=n1 n2", "--mem=1 G", "--time=1 day"} <= words
 
 
 def test_a_job_on_gpus_takes_whole_nodes_where_nothing_else_is_said() -> None:

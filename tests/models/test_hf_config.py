@@ -227,3 +227,30 @@ def test_a_config_that_is_no_object(text: str, says: str, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=says):
         load_model_config(tmp_path)
+
+
+def _tiny(architecture: str, **changes: Any) -> ModelConfig:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": "absent"}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    return parse(architectures=[architecture], **sizes | experts | changes)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "SeedOssForCausalLM"])
+def test_a_head_width_of_null_is_its_share_where_transformers_takes_it_so(architecture: str) -> None:
+    assert _tiny(architecture, head_dim=None).head_dim == 16
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCausalLM", "OlmoeForCausalLM"]
+)
+def test_a_head_width_of_null_is_refused_where_transformers_makes_no_model_of_it(architecture: str) -> None:
+    with pytest.raises(UserError, match="head_dim is None; a whole number, or no such key, is wanted"):
+        _tiny(architecture, head_dim=None)
+
+
+def test_a_head_width_that_is_not_its_share_is_refused_for_olmoe() -> None:
+    """transformers sizes its norms by the hidden size: such a model is made, and fails at its first token."""
+    assert _tiny("OlmoeForCausalLM", head_dim=16) == _tiny("OlmoeForCausalLM")
+    with pytest.raises(UserError, match="head_dim is 32; hidden_size 64 / num_attention_heads 4 is wanted"):
+        _tiny("OlmoeForCausalLM", head_dim=32)
+    assert _tiny("Olmo2ForCausalLM", head_dim=32).head_dim == 32

@@ -275,6 +275,27 @@ def planned(folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str, *
     return json.loads(printed.out), " ".join(printed.err.split())
 
 
+@pytest.mark.parametrize(("nodes", "says"), [(128, True), (2, False)])
+def test_a_search_that_takes_long_is_spoken_of_before_it_begins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, nodes: int, says: bool
+) -> None:
+    class BegunError(Exception): ...
+
+    def begin(*_: object, **__: object) -> None:
+        raise BegunError
+
+    monkeypatch.setattr("megarl.run.plan.plan_recipe", begin)
+    with pytest.raises(BegunError):
+        run_plan(
+            Path("recipes/quickstart.yaml"),
+            [f"model.path={write_config(tmp_path)}"],
+            make_cluster("H100", nodes),
+            PlanOptions(),
+        )
+    said = " ".join(capsys.readouterr().err.split())
+    assert ("Searching placements on 128 nodes of 8 H100 = 1024 devices: so many take a minute" in said) == says
+
+
 def test_a_plan_says_first_how_sure_its_lengths_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unknown, said = planned(tmp_path, capsys)
     band = unknown["lengths"]["step_s"]
