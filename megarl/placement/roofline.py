@@ -92,9 +92,9 @@ def chunked_multiplications(delta: Delta) -> float:
 def prefilled_multiplications(delta: Delta) -> float:
     """Of one token in one layer's Gated DeltaNet, where a server reads a prompt; the convolution's too.
 
-    SGLang 0.5.21's kernels (kernels/ops/attention/fla/chunk.py) go by chunks of 64 too, every value head for itself: keys by keys,
-    of 16 blocks the 10 that are not above the diagonal; what is written and what is forgotten, by the inverse (wy_fast.py); queries
-    by keys, and these by values (chunk_o.py); and the state is read twice and written. The inversion itself is not counted.
+    SGLang 0.5.21's kernels (kernels/ops/attention/fla/chunk.py) go by chunks of 64 too, every value head for itself: keys by
+    keys, of 16 blocks the 10 that are not above the diagonal; what is written and what is forgotten, by the inverse (wy_fast.py);
+    queries by keys, and these by values (chunk_o.py); and the state is read twice and written. The inversion is not counted.
     """
     near, inside = CHUNK * delta.key_dim, CHUNK * delta.value_dim
     convolved = delta.num_key_heads * delta.mixed * delta.conv_width
