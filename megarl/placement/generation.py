@@ -10,7 +10,7 @@ distribution, and the step ends with the longest response of all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from megarl.models.flops import forward_flops
 from megarl.placement.cluster import Cluster
 from megarl.placement.links import all_reduce_s, server_reduce_s
 from megarl.placement.memory import ServerBytes
-from megarl.placement.roofline import attention_products, mlp_products, serving_roof
+from megarl.placement.roofline import attention_products, mlp_products, prefilled_multiplications, serving_roof
 from megarl.placement.sizes import kv_bytes, kv_span
 from megarl.placement.space import Servers
 from megarl.placement.states import state_bytes
@@ -183,11 +183,20 @@ def prefill_seconds(config: ModelConfig, devices: Any, tp: Any, workload: Worklo
 
     tp: devices of one server.
     """
-    flops = forward_flops(config, [max(1, round(workload.prompt_tokens))])
     served = serving_roof(cluster, workload.served_dtype).flops_s
-    compute = workload.prompts * (flops.total - flops.logits) / (devices * served)
+    compute = workload.prompts * prompt_flops(config, max(1, round(workload.prompt_tokens))) / (devices * served)
     # Each server reads its prompts in chunks of so many tokens.
     tokens = workload.prompts * workload.prompt_tokens / (devices / np.asarray(tp))
     message = PREFILL_TOKENS * config.hidden_size * workload.bytes_each
     reduces = 2 * config.num_layers * tokens / PREFILL_TOKENS * all_reduce_s(cluster, message, tp, 1)
     return compute + np.where(np.asarray(tp) > 1, reduces, 0.0)
+
+
+def prompt_flops(config: ModelConfig, tokens: int) -> float:
+    """What a server multiplies of one prompt: no logits, and linear attention in chunks, not token by token."""
+    flops = forward_flops(config, [tokens])
+    if config.delta is None:
+        return flops.total - flops.logits
+    full = forward_flops(replace(config, delta=None), [tokens]).attention
+    chunked = 2 * tokens * len(config.linear_layers) * prefilled_multiplications(config.delta)
+    return flops.linear - flops.logits + full + chunked

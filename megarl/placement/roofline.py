@@ -89,6 +89,19 @@ def chunked_multiplications(delta: Delta) -> float:
     return 2 * keys * near + values * (solved + inside + 3 * delta.key_dim * delta.value_dim) + convolved
 
 
+def prefilled_multiplications(delta: Delta) -> float:
+    """Of one token in one layer's Gated DeltaNet, where a server reads a prompt; the convolution's too.
+
+    SGLang 0.5.21's kernels (kernels/ops/attention/fla/chunk.py) go by chunks of 64 too, every value head for itself: keys by
+    keys, of 16 blocks the 10 that are not above the diagonal; what is written and what is forgotten, by the inverse (wy_fast.py);
+    queries by keys, and these by values (chunk_o.py); and the state is read twice and written. The inversion is not counted.
+    """
+    near, inside = CHUNK * delta.key_dim, CHUNK * delta.value_dim
+    convolved = delta.num_key_heads * delta.mixed * delta.conv_width
+    each = (10 / 16 + 2) * near + 2 * inside + 3 * delta.key_dim * delta.value_dim
+    return delta.num_value_heads * each + convolved
+
+
 def mlp_products(hidden: int, width: float, tp: Any) -> Products:
     """[inner, columns] of a gated MLP's products on one rank. width: of one of its two gated halves."""
     own = width / np.asarray(tp)

@@ -41,7 +41,7 @@ ALL_SPARSE = ("qwen2_moe", "qwen3_moe", "qwen3_next")  # families that SGLang bu
 ATTENTION = "-attention-backend"  # and of prefill and decode apart
 SLIDING_FAMILIES = ("gemma3", "gpt_oss", "olmo3", "exaone4")  # whose windows SGLang keeps to
 HEAD_EPS = {"exaone4": 1e-6}  # of norms of queries and keys that SGLang gives no other (models/exaone4.py)
-PERIODIC = ("exaone4",)  # families of which SGLang counts the layers with windows
+PERIODIC = ("exaone4", "qwen3_5", "qwen3_5_moe", "qwen3_next")  # whose layers of two kinds SGLang counts
 # Families that SGLang builds with a head of its own, and those whose head it does not load.
 OWN_HEADS = (
     "qwen2_moe",
@@ -219,7 +219,7 @@ def _check_layers(where: str, model: ModelConfig, platform: Platform, longest: i
 def _check_windows(where: str, model: ModelConfig, longest: int) -> None:
     """Whether SGLang gives windows and positions to the layers that have them. Raises UserError.
 
-    Of EXAONE 4's it knows those of a period alone (0.5.21, models/exaone4.py).
+    Of EXAONE 4's, and of Gated DeltaNet's, it knows those of a period alone (0.5.21, models/exaone4.py, configs/qwen3_next.py).
     """
     if model.window is not None and model.window < longest - 1 and model.family not in SLIDING_FAMILIES:
         raise UserError(
@@ -227,9 +227,9 @@ def _check_windows(where: str, model: ModelConfig, longest: int) -> None:
             f"to all of them: what it generates beyond is not the model's. Samples have up to {longest} tokens: make "
             f"data.max_prompt_tokens + rollout.max_response_tokens at most {model.window + 1}, or take a model without a window."
         )
-    if model.family in PERIODIC and period_of(model.local_layers, model.num_layers) is None:
+    if model.family in PERIODIC and period_of(model.local_layers | model.linear_layers, model.num_layers) is None:
         raise UserError(
-            f"{where}: the layers without a window are not every second, third or so (layer_types in its config.json), and "
+            f"{where}: the layers with full attention are not every second, third or so (layer_types in its config.json), and "
             f"SGLang builds {model.architecture} in no other way: it cannot serve this model. Take another."
         )
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megarl.models.hf_delta import INTERVAL, LINEAR
 from megarl.models.hf_layers import PATTERN, SLIDING, period_of
 
 VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"  # SGLang's own: modules of sglang.srt.models that are not imported
@@ -42,6 +43,11 @@ DROPPED, THETA = "Olmo3ForCausalLM", "rope_theta"
 # Of which SGLang reads the base at the top alone, where transformers 5 leaves none, and a period of windows in words alone
 # (models/exaone4.py).
 HYBRID, HYBRID_THETA, PERIOD = "Exaone4ForCausalLM", 1e6, 4
+# Of whose layers with full attention SGLang reads the period alone, and transformers 5 writes the kind of each layer
+# (configs/qwen3_next.py): without it a server ends as it builds the model. Where no key says, transformers takes PERIOD.
+DELTA = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
+# Of which SGLang reads RoPE's base and share at the top alone, and else takes 10000 and a quarter (models/qwen3_next.py).
+AT_TOP, QUARTER = "Qwen3NextForCausalLM", 0.25
 
 
 def missing_settings(model: Path) -> dict[str, object]:
@@ -65,7 +71,20 @@ def missing_settings(model: Path) -> dict[str, object]:
     if DROPPED in names and not config.get("rope_scaling"):
         theta = (config.get("rope_parameters") or {}).get(THETA, config.get(THETA))
         missing |= {} if theta == config.get(THETA) else {THETA: theta}
+    if any(name in DELTA for name in names):
+        missing |= _of_delta(config, rope if AT_TOP in names else {})
     return missing | (_of_hybrid(config) if HYBRID in names else {})
+
+
+def _of_delta(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, object]:
+    """Which layers have full attention, and what of the RoPE stands in its object alone."""
+    kinds = config.get("layer_types")
+    linear = frozenset(index for index, kind in enumerate(kinds or ()) if kind == LINEAR)
+    period = period_of(linear, len(kinds)) if kinds else config.get(INTERVAL, PERIOD)
+    told: dict[str, object] = {} if period in (None, config.get(INTERVAL)) else {INTERVAL: period}
+    unsaid = {THETA: None, SHARE: QUARTER}
+    at_top = {key: config.get(key, value) for key, value in unsaid.items()}
+    return told | {key: rope[key] for key, value in at_top.items() if rope.get(key, value) != value}
 
 
 def attention_flags(model: Path) -> tuple[str, ...]:

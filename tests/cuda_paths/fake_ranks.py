@@ -60,6 +60,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 # Families whose layers Transformer Engine can make, and what differs from the common tiny model.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "seed_oss": {"attention_out_bias": False},  # as published: with one the layers are torch's
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "llama": {"num_key_value_heads": 1},

@@ -9,18 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.models.flops import train_flops
+from megarl.models.flops import forward_flops, train_flops
 from megarl.placement.calibrate import with_rates
 from megarl.placement.cluster import make_cluster
 from megarl.placement.compute import score_seconds, update_seconds
 from megarl.placement.devices import DEVICES, WITHOUT_NVLINK
-from megarl.placement.generation import rollout_seconds, step_model
+from megarl.placement.generation import prompt_flops, rollout_seconds, step_model
 from megarl.placement.layers import _attention_seconds
 from megarl.placement.lengths import lognormal
 from megarl.placement.links import all_reduce_s, server_reduce_s
 from megarl.placement.memory import server_bytes
 from megarl.placement.rates import RATES
-from megarl.placement.roofline import Roof, attention_products, chunked_multiplications, mlp_products, training_roof
+from megarl.placement.roofline import (
+    Roof,
+    attention_products,
+    chunked_multiplications,
+    mlp_products,
+    prefilled_multiplications,
+    training_roof,
+)
 from megarl.placement.sizes import model_sizes
 from tests.placement.samples import LATENT, QWEN_7B, QWEN_30B_A3B, workload
 from tests.placement.test_models_of_cost import choice, servers
@@ -42,6 +49,21 @@ def test_the_products_of_a_layer_are_its_parameters(config) -> None:  # type: ig
     products = attention_products(config, 1) + mlp_products(config.hidden_size, config.ffn_hidden_size, 1)
     sizes = model_sizes(config)
     assert sum(inner * columns for inner, columns in products) == sizes.attention + sizes.dense_mlp
+
+
+def test_a_server_reads_prompts_by_linear_attention_in_chunks() -> None:
+    config = large_model("qwen3_5")
+    assert config.delta is not None and len(config.linear_layers) == 24
+    # 32 value heads: 10 of 16 blocks of keys by keys, what is forgotten, and queries by keys; what is written, and what is read
+    # of 64 tokens; three times the state of 128 x 128. Four tokens of 8,192 channels.
+    by_hand = 32 * ((10 / 16 + 1 + 1) * 64 * 128 + (1 + 1) * 64 * 128 + 3 * 128 * 128) + 4 * 8192
+    assert prefilled_multiplications(config.delta) == by_hand == 2_818_048
+    token_by_token = 32 * 3 * 128 * 128 + 4 * 8192
+    flops = forward_flops(config, [640])
+    more = prompt_flops(config, 640) - (flops.total - flops.logits)
+    assert more == pytest.approx(2 * 640 * 24 * (2_818_048 - token_by_token))
+    plain = forward_flops(QWEN_7B, [640])
+    assert prompt_flops(QWEN_7B, 640) == plain.total - plain.logits
 
 
 def test_linear_attention_multiplies_in_chunks_and_in_float32() -> None:

@@ -241,6 +241,7 @@ def test_a_shared_expert_with_a_gate_is_served_with_a_head_and_hashed_as_it_is(p
     probed = load_recipe(place.recipe, ["model.dtype=bfloat16"]).recipe
     check_servers(probed, following, get_platform("cuda"))
     for other, says in (
+        (replace(following, linear_layers=frozenset({0})), "every second, third or so .* builds Qwen3NextForCausalLM"),
         (replace(following, tied_embeddings=True), "Qwen3NextForCausalLM with a head of its own"),
         (replace(following, moe_layers=frozenset({1, 2})), "layers 0 of the model have an MLP without experts"),
     ):
@@ -288,7 +289,7 @@ def test_exaone_is_served_where_sglang_counts_its_layers_and_norms_its_heads_ali
         ({"norm_eps": 1e-5}, r"rms_norm_eps in its config\.json is 1e-05.*Write 1e-06 there"),
         (
             {"local_layers": frozenset({1})},
-            r"the layers without a window are not every second.*builds Exaone4ForCausalLM in no",
+            r"the layers with full attention are not every second.*builds Exaone4ForCausalLM in no",
         ),
         ({"head_dim": 32}, r"the heads of the model have 32 elements .* Exaone4ForCausalLM with 16"),
     ):

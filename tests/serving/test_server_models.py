@@ -13,7 +13,7 @@ from megarl.core.platform import PlatformName, get_platform
 from megarl.models.families import FAMILIES
 from megarl.serving import server_models
 from megarl.serving.server import LONGER, ServerSpec
-from megarl.serving.server_models import VARIABLE, missing_settings, unused_models
+from megarl.serving.server_models import DELTA, VARIABLE, missing_settings, unused_models
 
 
 def folder(tmp_path: Path, **config: object) -> Path:
@@ -57,6 +57,31 @@ def test_a_context_beyond_the_models_is_for_what_sglang_keeps_alone(
     flags = spec.flags("127.0.0.1", 1)
     assert flags[flags.index("--max-total-tokens") + 1] == "107"
     assert asked is None or flags[flags.index("--context-length") + 1] == str(asked + 7)
+
+
+@pytest.mark.parametrize("architecture", DELTA)
+def test_the_period_of_full_attention_is_counted_for_sglang(tmp_path: Path, architecture: str) -> None:
+    def told(layers: str, **keys: object) -> dict[str, object]:
+        kinds = [{"L": "linear_attention", "G": "full_attention"}[each] for each in layers] or None
+        return missing_settings(folder(tmp_path, architectures=[architecture], layer_types=kinds, **keys))
+
+    key = "full_attention_interval"
+    assert told("LLGLLG") == told("LLGLLG", full_attention_interval=4) == {key: 3}
+    assert told("LLGLLG", full_attention_interval=3) == told("", full_attention_interval=4) == {}
+    assert told("") == {key: 4}
+    assert told("GG") == {key: 1}
+
+
+def test_rope_that_stands_in_its_object_alone_is_told_of_qwen3_next(tmp_path: Path) -> None:
+    def told(**keys: object) -> dict[str, object]:
+        names = {"architectures": ["Qwen3NextForCausalLM"], "full_attention_interval": 4}
+        return missing_settings(folder(tmp_path, **names, **keys))
+
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5}
+    assert told(rope_parameters=rope) == {"rope_theta": 1e7, "partial_rotary_factor": 0.5}
+    assert told(rope_parameters=rope, rope_theta=1e7, partial_rotary_factor=0.5) == {}
+    assert told(rope_parameters={**rope, "partial_rotary_factor": 0.25}, rope_theta=1e7) == {}
+    assert told(rope_theta=1e7, rope_scaling=None) == {}
 
 
 @pytest.mark.parametrize(

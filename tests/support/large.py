@@ -1,7 +1,7 @@
-"""Models as large as published ones, of families of which the package knows no published config; without weights.
+"""Models as large as published ones, of families without a recipe; without weights.
 
-Sizes are transformers' own where they are a published model's (SmolLM3-3B, Qwen3.5-9B), and else those of OLMoE-1B-7B,
-EXAONE-4.0-32B and granite-3.1-3b-a800m.
+Sizes are transformers' own where they are a published model's (SmolLM3-3B, Qwen3.5-9B and 35B-A3B, Qwen3-Next-80B-A3B), and else
+those of OLMoE-1B-7B, EXAONE-4.0-32B, granite-3.1-3b-a800m, Seed-OSS-36B and MiniMax-M2.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from tests.support.tiny import CONFIGS
 # What differs from transformers' own sizes.
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"eos_token_id": 248044},
+    "qwen3_5_moe": {"eos_token_id": 248044},
+    "qwen3_next": {"eos_token_id": 151645},
     "exaone4": {
         "hidden_size": 5120,
         "intermediate_size": 27392,
@@ -45,6 +47,25 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_local_experts": 40,
         "num_experts_per_tok": 8,
     },
+    "seed_oss": {
+        "vocab_size": 155136,
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 80,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 524288,
+    },
+    "minimax_m2": {
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 196608,
+    },
 }
 # That cut all they have.
 LAYOUTS = {
@@ -53,9 +74,13 @@ LAYOUTS = {
     "smollm3": Layout(tp=4, pp=2, sequence_parallel=True, world_size=8),
     "olmoe": Layout(tp=4, pp=2, ep=4, sequence_parallel=True, world_size=8),
     "granitemoe": Layout(tp=4, pp=2, ep=8, sequence_parallel=True, world_size=16),
+    "qwen3_5_moe": Layout(tp=4, pp=2, ep=8, sequence_parallel=True, world_size=16),
+    "qwen3_next": Layout(tp=4, pp=2, ep=8, sequence_parallel=True, world_size=16),
+    "seed_oss": Layout(tp=4, pp=2, sequence_parallel=True, world_size=8),
+    "minimax_m2": Layout(tp=4, pp=2, ep=8, sequence_parallel=True, world_size=16),
 }
 # Transformer Engine has norms neither behind attention nor over all heads, and no Gated DeltaNet.
-TORCH_ALONE = ("qwen3_5", "exaone4", "olmoe")
+TORCH_ALONE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "exaone4", "olmoe", "minimax_m2")
 
 
 def large_config(family: str) -> dict[str, Any]:
