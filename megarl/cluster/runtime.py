@@ -157,6 +157,7 @@ class Runtime:
         if ray.is_initialized():
             self.nodes.clean()
             end_monitor()
+            self.nodes.services.let_go_on()
             ray.shutdown()
         self.nodes.services.close()
         cleaned = janitor.clean(self.run_id, self.scratch.registry, but=[self.scratch.guard.pid])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,6 +77,12 @@ class Services:
             for service in self._services
             if service.handle in gone
         )
+
+    def let_go_on(self) -> None:
+        """Those that somebody has stopped: Ray's own end waits for them, and knows no deadline."""
+        for service in self._services:
+            with suppress(ProcessLookupError):  # it has ended
+                signal.pidfd_send_signal(service.handle, signal.SIGCONT)
 
     def close(self) -> None:
         """Watch nothing any more."""

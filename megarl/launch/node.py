@@ -134,6 +134,11 @@ class Node:
         self._name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         self._log = spec.temp / "ray_start.log"
         self._registry = spec.registry
+        self._told_to_end = False
+
+    def end(self, number: int, frame: FrameType | None) -> None:
+        """Of a signal. No exception: it could come between the folder and what has it removed, or into the cleaning."""
+        self._told_to_end = True
 
     def run(self) -> None:
         """Start, say so, and wait for the end of standard input. Raises NodeError."""
@@ -205,8 +210,8 @@ class Node:
             self._heed(POLL_S)
 
     def _heed(self, timeout_s: float) -> None:
-        """Wait a moment; raises EndOfJob when the leader has closed standard input."""
-        if input_ended(timeout_s):
+        """Wait a moment; raises EndOfJob when the leader has closed standard input, or a signal has come."""
+        if input_ended(timeout_s) or self._told_to_end:
             raise EndOfJob
 
     def _log_tail(self) -> str:
@@ -221,10 +226,6 @@ class Node:
 
 class EndOfJob(Exception):
     """The leader is done, or gone."""
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise EndOfJob
 
 
 def _place(text: str) -> str:
@@ -257,11 +258,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sweep", action="store_true", help="only remove what a node that was killed has left")
     options = parser.parse_args(arguments)
     outlive_terminal()
-    signal.signal(signal.SIGTERM, _terminate)
-    signal.signal(signal.SIGINT, _terminate)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # of a terminal that is closed; nohup has it ignored
-        signal.signal(signal.SIGHUP, _terminate)
-    signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # whoever reads a terminal from the background gets an error instead
     cpus = len(os.sched_getaffinity(0))
     spec = NodeSpec(
         options.head,
@@ -274,8 +270,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.sweep:
         janitor.clean(spec.run_id, spec.registry, folders=[spec.temp])
         return 0
+    node = Node(spec)
+    signal.signal(signal.SIGTERM, node.end)
+    signal.signal(signal.SIGINT, node.end)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # of a terminal that is closed; nohup has it ignored
+        signal.signal(signal.SIGHUP, node.end)
+    signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # whoever reads a terminal from the background gets an error instead
     try:
-        Node(spec).run()
+        node.run()
     except EndOfJob:
         return 0
     except NodeError:

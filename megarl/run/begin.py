@@ -140,9 +140,10 @@ def _still_newest(checkpoints: Checkpoints, found: Committed | None) -> Committe
     found: what was read whole a moment ago. A large one takes minutes to read: only where there is another now, that is read.
     Raises UserError where there was none, and is one now: this process was to begin anew.
     """
-    if found is None and (there := sorted(checkpoints.folder.glob("step_*"))):
+    if found is None and (there := list(checkpoints.folder.glob("step_*"))):
+        newest = max(there, key=lambda each: (len(each.name), each.name))  # step_1000000 is after step_999999
         raise UserError(
-            f"{there[-1]} has come while this process looked at its inputs: another one has written this run, and has ended. "
+            f"{newest} has come while this process looked at its inputs: another one has written this run, and has ended. "
             "Go on with it by --resume, or choose another folder by run.name=... or run.dir=..."
         )
     if found is None or [each.folder for each in checkpoints.committed()[-1:]] == [found.folder]:

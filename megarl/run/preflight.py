@@ -272,6 +272,7 @@ def check_run_folder(folder: Path, steps: int, *, resume: bool, forgets: bool = 
                 f"Raise train.steps, or train.epochs, to go on; to have its models written anew, remove {folder / EXPORT}."
             )
         _check_writable(folder)
+        _check_writable(folder / CHECKPOINTS)  # it may be a link, or a file system of its own
         return committed
     found = [name for name in ((EXPORT,) if forgets else RESULTS) if (folder / name).exists()]
     if found:

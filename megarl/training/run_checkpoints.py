@@ -81,7 +81,16 @@ class Checkpoints:
         return folders
 
     def commit(self, step: int, state: dict[str, Any]) -> Path:
-        """Make what was written since `begin` the newest checkpoint; forget those that are not kept. Returns the folder."""
+        """Make what was written since `begin` the newest checkpoint; forget those that are not kept. Returns the folder.
+
+        Raises MegarlError where the system refuses it.
+        """
+        try:
+            return self._commit(step, state)
+        except OSError as error:
+            raise MegarlError(f"The checkpoint of step {step} cannot be committed in {self.folder}: {error}") from error
+
+    def _commit(self, step: int, state: dict[str, Any]) -> Path:
         temporary, target = self._temporary(step), self._final(step)
         (temporary / STATE).write_text(json.dumps({"step": step, **state}, indent=1))
         sums = {name: asdict(each) for name, each in sum_files(temporary, _to_sum(temporary)).items()}

@@ -35,6 +35,31 @@ class Hanging:
         time.sleep(600)
 
 
+def test_a_service_that_was_stopped_is_let_go_on_and_one_that_has_ended_is_no_matter() -> None:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as stopped, subprocess.Popen(["true"]) as gone:
+        stopped.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
+        services = Services([Service(str(each.pid), each.pid, os.pidfd_open(each.pid)) for each in (gone, stopped)])
+        gone.wait()
+        services.let_go_on()
+        stopped.communicate(timeout=10)
+        services.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_runtime_ends_while_a_service_of_rays_is_stopped(platform: Platform, tmp_path: Path, name: str) -> None:
+    """Ray waited for it for ever."""
+    with Runtime.start(platform, tmp_path, num_devices=1) as runtime:
+        pid = runtime.nodes.services.pids[name]
+        os.kill(pid, signal.SIGSTOP)
+        late = threading.Timer(60.0, os.kill, (pid, signal.SIGCONT))  # who hangs all the same, fails
+        late.start()
+    assert late.is_alive()
+    late.cancel()
+    assert not janitor.processes_of(runtime.run_id)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "says"), [("raylet", "Ray's raylet"), ("gcs_server", "Ray's GCS")])
 def test_a_service_of_rays_that_is_killed_is_named_at_once(

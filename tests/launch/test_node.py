@@ -29,6 +29,23 @@ if not job:
 _, status = os.waitpid(job, os.WUNTRACED)
 sys.exit(99 if os.WIFSTOPPED(status) else os.WEXITSTATUS(status))
 """
+# A node that a signal comes to as it starts its janitor, and another one as it cleans.
+SIGNALLED = """
+import os, signal, sys
+from megarl.core import janitor
+from megarl.launch.node import main
+
+def hit(name, number):
+    real = getattr(janitor, name)
+    def after(*args, **more):
+        os.kill(os.getpid(), number)
+        return real(*args, **more)
+    setattr(janitor, name, after)
+
+hit("start", signal.SIGTERM)
+hit("clean", signal.SIGINT)
+sys.exit(main(sys.argv[1:]))
+"""
 FAR = "192.0.2.1"  # no machine has this address (RFC 5737)
 
 
@@ -115,6 +132,22 @@ def test_a_node_whose_terminal_is_closed_ends_in_order(tmp_path: Path) -> None:
         terminal.read_until(lambda shown: words(shown) == ["started"] and temp.exists(), 30.0)
         terminal.close()
         assert terminal.process.wait(30) == 0
+    assert not temp.exists() and not janitor.processes_of(f"test-{tmp_path.name}")
+
+
+def test_signals_between_the_folder_and_its_removal_leave_nothing(tmp_path: Path) -> None:
+    """SIGHUP follows the end of a terminal: it came into the cleaning, or between the folder and its janitor."""
+    temp = tmp_path / "temp"
+    command = [sys.executable, "-c", SIGNALLED, "--head", f"{FAR}:9", "--run-id", f"test-{tmp_path.name}"]
+    done = subprocess.run(
+        [*command, "--temp", str(temp)],
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=30,
+        preexec_fn=heed_interrupts,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
     assert not temp.exists() and not janitor.processes_of(f"test-{tmp_path.name}")
 
 

@@ -226,6 +226,13 @@ def test_a_run_that_came_and_ended_while_the_inputs_were_looked_at_is_not_begun_
     assert [json.loads(line)["step"] for line in rows] == [0, 1, 2, 3]
 
 
+def test_the_checkpoint_that_came_meanwhile_is_the_newest_by_its_number(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000):
+        (tmp_path / f"step_{step:06d}").mkdir()
+    with pytest.raises(UserError, match="step_1000000 has come while"):
+        begin._still_newest(run_checkpoints.Checkpoints(tmp_path, keep_last=1), None)
+
+
 def killed(*_: object) -> None:
     raise RuntimeError("killed")
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -365,6 +368,26 @@ def test_a_run_is_resumed_only_where_steps_are_left(tmp_path: Path) -> None:
         check_run_folder(tmp_path, 5, resume=True)
     with pytest.raises(UserError, match=r"already holds a run \(checkpoints, hf\)\. .*--resume, or by --continue"):
         check_run_folder(tmp_path, 6, resume=False)
+
+
+def test_a_run_whose_checkpoints_lead_to_where_nothing_can_be_written_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It trained until its first save, and lost these steps."""
+    checkpoints, real = Checkpoints(tmp_path / "checkpoints", keep_last=1), tempfile.TemporaryDirectory
+    checkpoints.begin(5, [])
+    (tmp_path / "checkpoints" / ".tmp-step_000005").mkdir()
+    checkpoints.commit(5, {})
+
+    def read_only(*, dir: Path, **more: Any) -> Any:
+        if Path(dir) == checkpoints.folder:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(dir=dir, **more)
+
+    check_run_folder(tmp_path, 6, resume=True)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", read_only)
+    with pytest.raises(UserError, match=r"checkpoints takes no new folder \(Read-only file system\)"):
+        check_run_folder(tmp_path, 6, resume=True)
 
 
 def test_logs_of_a_start_that_failed_do_not_take_the_name(tmp_path: Path) -> None:

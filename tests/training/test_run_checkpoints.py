@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -337,3 +338,11 @@ def test_a_folder_that_takes_no_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").touch()
     with pytest.raises(MegarlError, match=rf"The checkpoint of step 3 cannot be written into {tmp_path}/checkpoints: "):
         Checkpoints(tmp_path / "checkpoints", keep_last=1).begin(3, ["actor"])
+
+
+def test_one_whose_files_are_gone_before_it_is_committed_is_named(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    write_weights(checkpoints.begin(3, ["actor"])["actor"])
+    shutil.rmtree(checkpoints.folder)
+    with pytest.raises(MegarlError, match=rf"step 3 cannot be committed in {tmp_path}/checkpoints: .*No such file"):
+        checkpoints.commit(3, {})
