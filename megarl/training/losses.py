@@ -38,6 +38,10 @@ from megarl.training.spec import (
 )
 from megarl.training.unpaired_loss import kto_fn
 
+OLD = "old_logprobs"
+# Inputs of a policy loss that are no columns, or not of every mini-batch.
+MADE = frozenset({"logprobs", OLD, "sequence_log_ratio", "sequence_mean"}) | OF_TOP
+
 LossFn = Callable[[TokenScores, DeviceBatch], LossOutput]
 
 
@@ -107,9 +111,7 @@ def policy_loss(
     """
     function, chosen = policy_loss_function(algorithm), settings(algorithm)
     asked = wanted(function, LOSS_INPUTS)
-    made = {"logprobs", "sequence_log_ratio", "sequence_mean", *OF_TOP}
-    old_column = frozenset({"old_logprobs"})
-    flat = asked - made - old_column
+    flat = asked - MADE
     with_kl = algorithm.kl_in == "loss" and algorithm.kl_coef > 0
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
@@ -117,16 +119,16 @@ def policy_loss(
         mask, weights = batch.mask, batch.weights
         # Masked before anything is computed: a weight of zero would not silence an infinity, nor its gradient.
         logprobs, entropy = _masked(scores.logprobs, mask), _masked(scores.entropy, mask)
-        given = {"logprobs": logprobs, **{name: _masked(batch.columns[name], mask) for name in flat}}
-        column = batch.columns.get("old_logprobs")
-        old = given["old_logprobs"] = logprobs.detach() if column is None else _masked(column, mask)
+        column = batch.columns.get(OLD)
+        old = logprobs.detach() if column is None else _masked(column, mask)
+        columns = {name: _masked(batch.columns[name], mask) for name in flat}
         sequence_mean = partial(_sequence_mean, batch, over_context)
+        given = {"logprobs": logprobs, OLD: old, "sequence_mean": sequence_mean, **columns}
         if "sequence_log_ratio" in asked:
             given["sequence_log_ratio"] = sequence_mean(logprobs - old)
         if asked & OF_TOP:
             given |= _top_inputs(scores, batch)
-        found = call(function, {**chosen, **given, "sequence_mean": sequence_mean})
-        per_token, clipped = _checked(found, mask, algorithm)
+        per_token, clipped = _checked(call(function, {**chosen, **given}), mask, algorithm)
         policy = total = (weights * per_token).sum()
         weighted = {"actor/pg_loss": policy}
         if with_kl:
@@ -155,9 +157,9 @@ def policy_loss(
             maxima={"rollout/logprob_diff_max": difference.max()},
         )
 
-    columns = flat | ({"ref_logprobs"} if with_kl else set()) | ({TEACHER_TOP} if asked & OF_TOP else set())
-    always, later = (old_column, frozenset[str]()) if old_given else (frozenset[str](), old_column)
-    return Loss(fn, columns | always, entropy_grad=algorithm.entropy_coef > 0, later=later)
+    read = flat | ({"ref_logprobs"} if with_kl else set()) | ({TEACHER_TOP} if asked & OF_TOP else set())
+    always = read | {OLD} if old_given else read
+    return Loss(fn, always, entropy_grad=algorithm.entropy_coef > 0, later=frozenset({OLD}) - always)
 
 
 def _top_inputs(scores: TokenScores, batch: DeviceBatch) -> dict[str, Tensor]:
