@@ -137,6 +137,8 @@ CUDA_ENV = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # SGLang's ranks share devices with the run's, each of which holds what it holds.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+    # NVIDIA's images set it: torch would compute products of float32 in TF32, as of routers, here and at servers.
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
 }
 # What both sides of a group that weights are broadcast in have to have the same. SGLang 0.5.21 takes these for its servers where
 # its environment says nothing, and NCCL others for the ranks: one side's handles of memory are then none to the other.
