@@ -99,7 +99,7 @@ NO_DEVICE = ("", "-1", "NoDevFiles")
 
 @dataclass(frozen=True)
 class Conflict:
-    """An environment variable under which a run would break where it holds the word. why: goes on a sentence.
+    """An environment variable under which a run would break where it holds the word, in either case. why: goes on a sentence.
 
     of_ray: it is Ray that reads it, in its workers alone.
     """
@@ -125,11 +125,14 @@ CUDA_CONFLICTS = (
         )
     ),
     Conflict("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", _HANDLES.format("what torch does not keep")),
-    Conflict(
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
-        "1",
-        "Ray would then show every rank all devices: all take the first",
-        of_ray=True,
+    *(
+        Conflict(
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+            word,
+            "Ray would then show every rank all devices: all take the first",
+            of_ray=True,
+        )
+        for word in ("1", "true")
     ),
 )
 CUDA_ENV = {
