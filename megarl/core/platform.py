@@ -99,7 +99,7 @@ NO_DEVICE = ("", "-1", "NoDevFiles")
 
 @dataclass(frozen=True)
 class Conflict:
-    """An environment variable under which a run would break where it holds the word. why: goes on a sentence.
+    """An environment variable under which a run would break where it holds the word, in either case. why: goes on a sentence.
 
     of_ray: it is Ray that reads it, in its workers alone.
     """
@@ -125,11 +125,14 @@ CUDA_CONFLICTS = (
         )
     ),
     Conflict("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", _HANDLES.format("what torch does not keep")),
-    Conflict(
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
-        "1",
-        "Ray would then show every rank all devices: all take the first",
-        of_ray=True,
+    *(
+        Conflict(
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+            word,
+            "Ray would then show every rank all devices: all take the first",
+            of_ray=True,
+        )
+        for word in ("1", "true")
     ),
 )
 CUDA_ENV = {
@@ -137,6 +140,8 @@ CUDA_ENV = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # SGLang's ranks share devices with the run's, each of which holds what it holds.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+    # NVIDIA's images set it: torch would compute products of float32 in TF32, as of routers, here and at servers.
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
 }
 # What both sides of a group that weights are broadcast in have to have the same. SGLang 0.5.21 takes these for its servers where
 # its environment says nothing, and NCCL others for the ranks: one side's handles of memory are then none to the other.

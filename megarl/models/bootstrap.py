@@ -31,7 +31,11 @@ def prepare_megatron(platform: Platform) -> None:
     if platform.has_device_memory:
         # From cuDNN 9.15 on torch takes its attention first, which makes a plan for each shape that it meets. Sequences have any
         # length: nearly every one would wait for three plans. Flash attention has none.
-        importlib.import_module("torch").backends.cuda.enable_cudnn_sdp(False)
+        torch = importlib.import_module("torch")
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        # Convolutions are TF32's unless somebody says otherwise, and in NVIDIA's images products are as well.
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
     if not platform.has_transformer_engine:
         # Left unbound without it, and read all the same by the routers of experts (megatron-core 0.16.1).
         moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")

@@ -66,7 +66,7 @@ def _check_environment(platform: Platform) -> None:
         if conflict.of_ray and is_for_driver_alone(conflict.variable):
             continue
         value = os.environ.get(conflict.variable, "").replace(" ", "")  # torch reads it with spaces as well
-        if conflict.word in value:
+        if conflict.word.lower() in value.lower():
             raise UserError(
                 f"The environment has {conflict.variable}={os.environ[conflict.variable]}, and {conflict.why}. Unset it."
             )

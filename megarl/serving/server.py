@@ -188,6 +188,8 @@ class ServerProcess(ManagedProcess):
                     # The router asks every two seconds. A token that is made for it while weights arrive ends SGLang: it is to
                     # forget what it computed with the old ones, and asserts that nothing is computed.
                     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+                    # With DETAIL torch makes a second group beside each, and waits there for ranks, which join the first alone.
+                    "TORCH_DISTRIBUTED_DEBUG": "OFF",
                     **place.env,
                     "TMPDIR": str(self._temp),
                     "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from megarl.core.platform import CUDA_SHARED, cuda_device_count, get_platform, visible_cuda_devices
@@ -69,3 +73,12 @@ def test_what_ranks_and_servers_of_one_group_share_is_as_the_user_says_else_as_s
 def test_what_servers_on_shared_devices_need_is_in_their_environment() -> None:
     """SGLang's ranks compare their free memory and refuse to start where it differs: it does beside a run's ranks."""
     assert all(get_platform(name).env["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0" for name in ("cpu", "cuda"))
+
+
+def test_ranks_and_servers_compute_no_products_in_tf32_where_an_image_asks_for_it() -> None:
+    """torch reads the variable as it loads."""
+    code = "import torch; print(torch.get_float32_matmul_precision())"
+    asked = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    for env, found in ((asked, "high"), ({**asked, **get_platform("cuda").env}, "highest")):
+        told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+        assert told.stdout.split() == [found], told

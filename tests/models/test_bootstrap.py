@@ -70,3 +70,15 @@ def test_devices_take_no_attention_that_plans_anew_for_each_length() -> None:
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_float32_on_devices_is_float32_whatever_the_environment_says() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision("high")  # as torch loads under TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1
+        torch.backends.cudnn.allow_tf32 = True
+        prepare_megatron(replace(chosen(), has_device_memory=True))
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("highest", False)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]

@@ -40,6 +40,7 @@ def test_more_devices_than_the_machine_shows(place: Place, monkeypatch: pytest.M
         ("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync", "handles of memory"),
         ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "handles of memory"),
         ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1", "show every rank all devices"),
+        ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "True", "show every rank all devices"),
     ],
 )
 def test_variables_that_break_a_run_on_devices_are_named(

@@ -75,6 +75,13 @@ def test_parts_of_a_server_meet_at_the_first() -> None:
     assert [value(each, "--host") for each in flags] == ["10.0.0.1", "10.0.0.2"]
 
 
+def test_a_server_makes_no_second_group_beside_that_of_a_weight_sync(tmp_path: Path) -> None:
+    """Which torch does where the environment says DETAIL (2.13: `_new_process_group_helper`); no rank would come to it."""
+    server = ServerProcess("server 0", SPEC, get_platform("cpu"), ProcessPlace(tmp_path, KEY, temp=tmp_path))
+    assert server.command.env["TORCH_DISTRIBUTED_DEBUG"] == "OFF"
+    server.stop()
+
+
 def test_a_server_keeps_its_ports_until_it_has_ended(tmp_path: Path) -> None:
     server = ServerProcess("server 0", SPEC, get_platform("cpu"), ProcessPlace(tmp_path, KEY, temp=tmp_path))
     ports = [int(value(list(server.command.argv), flag)) for flag in ("--port", "--nccl-port")]
