@@ -2,6 +2,7 @@
 
     python -m bench.soak [--steps 1000] [--save-every 50]
 
+Responses end by chance, so that hardly two micro-batches are equally long: what libraries keep for each length is seen too.
 While the run goes on, /proc is asked of each of its processes: memory of its own, descriptors, threads. So are shared memory and
 the run's folder. Shown by kind of process: the median of the first and of the last quarter of the steps, the start left out.
 Memory that processes share (the object store, what ranks hand to servers) counts once, as shared memory. A run's folder grows by
@@ -29,18 +30,19 @@ from rich.table import Table
 
 from bench.start import NAMES, name_of
 from bench.support.measure import write
+from bench.support.peers import Size, make_model
 from megarl.core import janitor
 from megarl.core.timing import PHASE_FILE, read_phase
 from tests.end_to_end.harness import Driver, start
 from tools.make_arithmetic import make_arithmetic
-from tools.make_tiny_model import make_tiny_model
 
 LOOK_S = 4.0
 LONGEST_S = 4 * 3600.0
+SIZE = Size(hidden=64, layers=2, heads=4, kv_heads=2, mean=24, longest=96, prompts=2, samples=2)
 SETTING = (
-    "rollout.prompts_per_step=2",
-    "rollout.samples_per_prompt=2",
-    "rollout.max_response_tokens=8",
+    f"rollout.prompts_per_step={SIZE.prompts}",
+    f"rollout.samples_per_prompt={SIZE.samples}",
+    f"rollout.max_response_tokens={SIZE.longest}",
     "actor.mini_batch_samples=4",
     "eval.every=50",
     "train.keep_last=1",
@@ -163,6 +165,7 @@ def show(found: dict[str, Any]) -> None:
         table.add_row(name, f"{each['first'] / 1024:.0f}", f"{each['last'] / 1024:.0f}", f"{each['a_step']:.0f}")
     console.print(table)
     console.print(f"shared memory: {' to '.join(f'{each / 2**20:.1f}' for each in found['shared_bytes'])} MiB")
+    console.print(f"steps had {found['lengths']} different numbers of tokens")
     console.print(f"the journal took {found['journal_share']:.2%} of the steps' seconds")
     console.print("grown: " + ("; ".join(found["grown"]) or "nothing"))
 
@@ -194,7 +197,7 @@ def main(steps: int, save_every: int, out: Path | None = None) -> None:
     """Run, compare and write."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_tiny_model(folder / "model", hidden_size=64)
+        make_model(folder / "model", SIZE)
         make_arithmetic(folder / "data", num_train=64, num_eval=8, num_sft=64)
         began = time.monotonic()
         samples, driver = watched(folder, [*SETTING, f"train.steps={steps}", f"train.save_every={save_every}"])
@@ -208,6 +211,7 @@ def main(steps: int, save_every: int, out: Path | None = None) -> None:
             statistics.median(row["perf/step_s"] for row in part)
             for part in (rows[steps // 10 : steps // 10 + steps // 4], rows[-steps // 4 :])
         ],
+        "lengths": len({round(row["perf/tokens_per_s"] * row["perf/step_s"]) for row in rows}),
         "tokens_a_step": statistics.mean(row["perf/tokens_per_s"] * row["perf/step_s"] for row in rows),
         "journal_share": sum(row["perf/journal_s"] for row in rows) / sum(row["perf/step_s"] for row in rows),
         "kinds": compared(samples, steps),

@@ -130,9 +130,10 @@ def soak(result: Result) -> str:
     threads = [sum(row["threads"][at] for row in kinds.values()) for at in (0, 1)]
     grows = sum(each["a_step"] for each in result["folder"].values())
     return (
-        f"{result['steps']} steps in {result['seconds']:.0f} s, first to last quarter: {first:.0f} to {last:.0f} MiB of "
-        f"{len(kinds)} kinds of process, {threads[0]:.0f} to {threads[1]:.0f} threads, {files[0]:.0f} to {files[1]:.0f} "
-        f"descriptors; the folder by {grows:.0f} bytes a step; grown: {'; '.join(result['grown']) or 'nothing'}. The journal "
+        f"{result['steps']} steps, of {result['lengths']} different numbers of tokens, in {result['seconds']:.0f} s, first to "
+        f"last quarter: {first:.0f} to {last:.0f} MiB of {len(kinds)} kinds of process, {threads[0]:.0f} to {threads[1]:.0f} "
+        f"threads, {files[0]:.0f} to {files[1]:.0f} descriptors; the folder by {grows:.0f} bytes a step; grown: "
+        f"{'; '.join(result['grown']) or 'nothing'}. The journal "
         f"took {result['journal_share']:.2%} of a step's seconds"
     )
 
