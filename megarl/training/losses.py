@@ -119,13 +119,11 @@ def policy_loss(
         mask, weights = batch.mask, batch.weights
         # Masked before anything is computed: a weight of zero would not silence an infinity, nor its gradient.
         logprobs, entropy = _masked(scores.logprobs, mask), _masked(scores.entropy, mask)
-        column = batch.columns.get(OLD)
-        old = logprobs.detach() if column is None else _masked(column, mask)
-        columns = {name: _masked(batch.columns[name], mask) for name in flat}
-        sequence_mean = partial(_sequence_mean, batch, over_context)
-        given = {"logprobs": logprobs, OLD: old, "sequence_mean": sequence_mean, **columns}
+        old = _old(batch, logprobs)
+        given: dict[str, Any] = {name: _masked(batch.columns[name], mask) for name in flat} | {OLD: old}
+        given |= {"logprobs": logprobs, "sequence_mean": partial(_sequence_mean, batch, over_context)}
         if "sequence_log_ratio" in asked:
-            given["sequence_log_ratio"] = sequence_mean(logprobs - old)
+            given["sequence_log_ratio"] = given["sequence_mean"](logprobs - old)
         if asked & OF_TOP:
             given |= _top_inputs(scores, batch)
         per_token, clipped = _checked(call(function, {**chosen, **given}), mask, algorithm)
@@ -160,6 +158,12 @@ def policy_loss(
     read = flat | ({"ref_logprobs"} if with_kl else set()) | ({TEACHER_TOP} if asked & OF_TOP else set())
     always = read | {OLD} if old_given else read
     return Loss(fn, always, entropy_grad=algorithm.entropy_coef > 0, later=frozenset({OLD}) - always)
+
+
+def _old(batch: DeviceBatch, logprobs: Tensor) -> Tensor:
+    """The old log-probs: the column, or those of the update's own forward pass where there is none."""
+    column = batch.columns.get(OLD)
+    return logprobs.detach() if column is None else _masked(column, batch.mask)
 
 
 def _top_inputs(scores: TokenScores, batch: DeviceBatch) -> dict[str, Tensor]:
