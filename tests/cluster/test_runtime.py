@@ -33,13 +33,15 @@ def unused_address() -> str:
         ("", "is set, and empty"),
         ("head", "it has to be host:port"),
         ("head:ray", "it has to be host:port"),
-        (unused_address(), "no Ray answers there"),
+        (None, "no Ray answers there"),
     ],
-    ids=["empty", "no port", "no number", "nobody there"],  # the same in every worker
+    ids=["empty", "no port", "no number", "nobody there"],
 )
 def test_an_address_where_no_ray_is(
-    platform: Platform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, reason: str
+    platform: Platform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str | None, reason: str
 ) -> None:
+    if address is None:
+        address = unused_address()  # now: what is free as tests are collected others may have taken since
     monkeypatch.setenv(RAY_ADDRESS_VARIABLE, address)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
