@@ -14,7 +14,8 @@ from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.hub.names import address
 from megarl.models.config import Mla, ModelConfig, Moe
-from megarl.models.families import FAMILIES, LANGUAGE_MODEL, SCORE_MODEL, Family, MoeKeys, score_architecture
+from megarl.models.families import FAMILIES, LANGUAGE_MODEL, SCORE_MODEL, Family, score_architecture
+from megarl.models.family_experts import MoeKeys
 from megarl.models.family_limits import A_LAYER
 from megarl.models.hf_beside import files_beside
 from megarl.models.hf_delta import DELTA_REQUIRED, read_delta

@@ -10,6 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.tiny import write_tokenizer
 
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "out_hidden_size": 64,
+    "num_heads": 2,
+    "intermediate_size": 24,
+    "num_position_embeddings": 16,
+}
 # Architecture, and where it has several the family of the text part -> config class, text part, vision tower.
 TINY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Gemma3ForConditionalGeneration": (
@@ -103,14 +111,7 @@ TINY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                 "mrope_section": [2, 1, 1],
             },
         },
-        {
-            "depth": 1,
-            "hidden_size": 16,
-            "out_hidden_size": 64,
-            "num_heads": 2,
-            "intermediate_size": 24,
-            "num_position_embeddings": 16,
-        },
+        QWEN_VISION,
     ),
     "Qwen3_5MoeForConditionalGeneration": (
         "Qwen3_5MoeConfig",
@@ -126,14 +127,7 @@ TINY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "shared_expert_intermediate_size": 32,
             "mlp_only_layers": [],
         },
-        {
-            "depth": 1,
-            "hidden_size": 16,
-            "out_hidden_size": 64,
-            "num_heads": 2,
-            "intermediate_size": 24,
-            "num_position_embeddings": 16,
-        },
+        QWEN_VISION,
     ),
     "Glm4vForConditionalGeneration": (
         "Glm4vConfig",
