@@ -38,6 +38,9 @@ from megarl.core.scratch import Scratch
 log = get_logger(__name__)
 
 CONNECT_S = 10.0
+# RFC 9113, 3.4 and 6.5: each side begins with a frame of settings, whose head has its type at the fourth byte.
+SETTINGS, SETTINGS_BYTES, GREET_S = 4, 9, 30.0
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
 SLOW_START = "timed out during startup"  # Ray's words, as of 2.60
 DASHBOARD = "ray.dashboard.optional_deps"
 
@@ -217,6 +220,18 @@ def _start_ray(platform: Platform, run_id: str, num_devices: int, scratch: Scrat
             _init("on this machine", **settings)
 
 
+def _greet(host: str, port: int) -> None:
+    """See that HTTP/2 is spoken there, as by Ray, whose own start asks anything else for many minutes. Raises OSError."""
+    with socket.create_connection((host, port), timeout=CONNECT_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+            return  # which it does behind a handshake
+        connection.settimeout(GREET_S)
+        connection.sendall(PREFACE)
+        answer = connection.recv(SETTINGS_BYTES, socket.MSG_WAITALL)
+    if len(answer) < SETTINGS_BYTES or answer[3] != SETTINGS:
+        raise OSError("something else listens")
+
+
 def _join_ray(running: RunningRay, run_id: str, platform: Platform) -> None:
     """The Ray that runs. Raises UserError where none answers, MegarlError where it does not take this run."""
     address, variable = running
@@ -224,7 +239,7 @@ def _join_ray(running: RunningRay, run_id: str, platform: Platform) -> None:
     if not host or not port.isdigit():
         raise UserError(f"{variable} is {address!r}: it has to be host:port, or not to be set.")
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        _greet(host, int(port))
     except OSError as error:
         raise UserError(
             f"{variable} is {address}, and no Ray answers there: {error}. Start one on this node (megarl "

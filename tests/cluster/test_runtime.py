@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,28 @@ from tests.support.processes import heed_interrupts
 def unused_address() -> str:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_an_address_where_something_else_listens(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: bytes
+) -> None:
+    """Ray's own start would ask it for over ten minutes."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(100)
+            connection.sendall(said)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        monkeypatch.setenv(RAY_ADDRESS_VARIABLE, f"127.0.0.1:{listener.getsockname()[1]}")
+        answered = threads.submit(answer)
+        with pytest.raises(UserError, match="no Ray answers there: something else listens"):
+            Runtime.start(platform, tmp_path / "run", 1)
+        answered.result()
 
 
 @pytest.mark.parametrize(
