@@ -25,7 +25,7 @@ def prepare_megatron(platform: Platform) -> None:
         from megarl.models import cpu_matmul, cpu_norm, megatron_cpu
 
         megatron_cpu.install()
-        cpu_matmul.keep_few_kernels()
+        cpu_matmul.keep_few_kernels(cpu_matmul.KERNELS_OF_A_RANK)
         cpu_matmul.install()
         cpu_norm.install()
     if platform.has_device_memory:

@@ -17,7 +17,11 @@ from torch import Tensor
 
 LEAST_WORK = 2**20  # multiplications; a smaller product takes oneDNN's dispatch longer than MKL's kernel
 LEAST_ROWS = 4
-KEPT_KERNELS = 32  # more than the products of a layer, so that each is made once for all layers of a micro-batch
+# More than the products of a layer, so that each is made once for all layers of a micro-batch; micro-batches are of nearly
+# all numbers of rows, so that more would hardly be found again.
+KERNELS_OF_A_RANK = 32
+# The products of a layer for about fifty numbers of rows: batches that are decoded shrink row by row, and come again.
+KERNELS_OF_A_SERVER = 256
 CPU_FACTS = Path("/proc/cpuinfo")
 
 
@@ -75,16 +79,15 @@ def _dense(matrix: Tensor) -> Tensor:
     return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
 
 
-def keep_few_kernels() -> None:
-    """Let oneDNN keep few of the kernels that it makes, one for each number of rows. Call it before the first product.
+def keep_few_kernels(count: int) -> None:
+    """Let oneDNN keep `count` of the kernels that it makes, one for each number of rows. Call it before the first product.
 
-    Micro-batches have nearly all numbers of rows, and what is kept of a kernel lies between the tensors that were freed around
-    it: the heap of a rank grew from 0.4 to 1.6 GB within 50 steps of a model of 1.6M parameters, where it stays at 0.6 GB with
-    few. A server's batches come again, and it keeps them all.
+    A kernel takes half a millisecond to make and half a megabyte to keep, and lies between tensors that were freed around it: by
+    oneDNN's own 1,024, the heap of a rank grew from 0.4 to 1.6 GB within 50 steps of a model of 1.6M parameters.
     """
     # What is kept by oneDNN itself, and by ideep, through which torch calls it.
     for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(capacity, str(KEPT_KERNELS))
+        os.environ.setdefault(capacity, str(count))
 
 
 @cache

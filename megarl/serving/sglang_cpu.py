@@ -88,10 +88,12 @@ def check_version() -> None:
 def install(*, deterministic: bool = False) -> None:
     """Make SGLang's imports succeed in this process; packages that are installed are left alone."""
     check_version()
+    cpu_matmul: Any = importlib.import_module("megarl.models.cpu_matmul")
+    cpu_matmul.keep_few_kernels(cpu_matmul.KERNELS_OF_A_SERVER)
     if deterministic:
         _install_invariant()
     else:
-        importlib.import_module("megarl.models.cpu_matmul").install()
+        cpu_matmul.install()
     if _missing("sgl_kernel"):
         kernels = importlib.import_module("megarl.serving.sglang_cpu_kernels")
         kernels.register_operators()
