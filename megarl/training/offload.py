@@ -235,13 +235,12 @@ class Offload:
         written = None
         if self._optimizer is None and self._hosts[part].keeps:
             written = _Written(storages, [tensor._version for tensor in self._tensors(part)])
-            if part in self._copied and written.same(self._copied[part]):
-                return
-        self._copied.pop(part, None)
-        self._hosts[part].put([_block(storage) for storage in storages])
-        finish_copies(self._platform)
-        if written is not None:
-            self._copied[part] = written
+        if written is None or part not in self._copied or not written.same(self._copied[part]):
+            self._copied.pop(part, None)
+            self._hosts[part].put([_block(storage) for storage in storages])
+            if written is not None:
+                self._copied[part] = written
+        finish_copies(self._platform)  # nobody reads the memory any more, on whatever stream
 
     def _wake(self, part: Part) -> int:
         offloaded = self._offloaded[part]
