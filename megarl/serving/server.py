@@ -122,9 +122,14 @@ class ServerSpec:
             *(platform.offload_server_args if self.offloaded else ()),
             *(platform.deterministic_server_args if self.deterministic else ()),
             *(platform.lora_server_args if self.lora is not None else ()),
-            *(server_models.attention_flags(self.model) if platform.has_device_memory else ()),
+            *(self._kernel_flags() if platform.has_device_memory else ()),
             *self.flags(host, port),
         ]
+
+    def _kernel_flags(self) -> tuple[str, ...]:
+        """By which kernels a device's server computes, where SGLang's own choice does not do."""
+        experts = server_models.expert_flags(self.model, self.extra, quantized=self.quantized)
+        return (*server_models.attention_flags(self.model), *experts)
 
 
 @dataclass(frozen=True)
