@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from megarl.serving.launcher import keep_scales
+from megarl.serving.server import FEWER_KERNELS
 
 VARIABLE = "SGLANG_ENABLE_JIT_DEEPGEMM"
 
@@ -22,6 +23,7 @@ def main() -> None:
         with platform.override_platform(is_blackwell=kind, has_flashinfer=True):
             keep_scales(load_format)
             assert environ.envs.SGLANG_ENABLE_JIT_DEEPGEMM.get() is not is_kept, (load_format, kind)
+    assert environ.envs.SGLANG_JIT_DEEPGEMM_FAST_WARMUP.name == FEWER_KERNELS
     # What DeepGEMM's kernels alone ask for is done where it is switched on.
     assert deep_gemm._compute_enable_deep_gemm() is False
     utils.is_flashinfer_available = lambda: True
