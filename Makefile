@@ -24,7 +24,7 @@ RUN := runs/quickstart
 # Two OpenMP threads beside other busy processes run many times slower than one.
 ONE_THREAD := OMP_NUM_THREADS=1
 
-.PHONY: help setup quickstart slurm bubblewrap test test-fast lint format lock docs bench gpu-check clean
+.PHONY: help setup quickstart slurm system-packages bubblewrap test test-fast lint format lock docs bench gpu-check clean
 
 help: ## This list
 	@printf 'megarl: make <target>\n\n'
@@ -33,6 +33,8 @@ help: ## This list
 
 setup: $(INSTALLED) ## Make .venv from requirements/cpu.lock, with pip alone; instant where it is up to date
 
+# Compiled on all cores, where pip takes one; files that are for another Python compile nowhere. Where Python writes no bytecode
+# each process of a run would else compile what it loads.
 $(INSTALLED):
 	@$(PYTHON) -c '$(IS_3_11)' 2>/dev/null || { \
 	  printf 'megarl: the packages are locked for Python 3.11, and "%s" is %s.\n' '$(PYTHON)' \
@@ -43,9 +45,9 @@ $(INSTALLED):
 	  exit 2; } >&2
 	@echo "== installing into $(VENV) from $(LOCK); about 2 GB, once"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --no-deps -r $(LOCK)
-	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
-	@$(BIN)/python -m compileall -q megarl  # a run's processes would else each compile it where Python writes no bytecode
+	@$(BIN)/python -m pip install --quiet --no-deps --no-compile -r $(LOCK)
+	@$(BIN)/python -m pip install --quiet --no-deps --no-compile --no-build-isolation -e .
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib megarl || true
 	@$(BIN)/python -c 'import torch' || { \
 	  printf 'megarl: torch was installed but cannot be imported (above). The lock leaves out the CUDA libraries, so that\n'; \
 	  printf 'torch must be its CPU build: requirements/README.md says how pip finds it.\n'; exit 2; } >&2
@@ -94,10 +96,16 @@ quickstart: $(INSTALLED) $(INPUTS)/model/config.json $(INPUTS)/data/sft.jsonl ##
 slurm: ## Install SLURM's packages for the tests marked slurm (as root, on Debian and Ubuntu); instant where they are
 	@tests/support/install_slurm.sh
 
+# One after the other: two of apt would meet at its lock.
+system-packages:
+	@tests/support/install_slurm.sh
+	@tests/support/install_bubblewrap.sh
+
 bubblewrap: ## Install bubblewrap, which code of a model is run in (as root, on Debian and Ubuntu); instant where it is
 	@tests/support/install_bubblewrap.sh
 
-test: slurm bubblewrap lint ## All checks and all tests, several files at a time; 20 minutes on two cores are the aim
+test: ## All checks and all tests, several files at a time; 20 minutes on two cores are the aim
+	@$(MAKE) --no-print-directory -j 2 system-packages lint
 	$(ONE_THREAD) $(BIN)/python -m tests.suite
 
 test-fast: bubblewrap $(INSTALLED) ## The tests that start no servers; 5 minutes on two cores

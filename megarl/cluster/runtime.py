@@ -23,7 +23,7 @@ import ray
 from megarl.cluster.network import address_towards
 from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import LOOPBACK, ProcessSpec
-from megarl.cluster.services import Services, end_monitor
+from megarl.cluster.services import Services, without_monitors
 from megarl.cluster.slots import Slot, reserve
 from megarl.core import janitor
 from megarl.core.errors import MegarlError, UserError
@@ -159,7 +159,6 @@ class Runtime:
         """End every process of the run, and the Ray that it started; remove its shared memory and temporary files."""
         if ray.is_initialized():
             self.nodes.clean()
-            end_monitor()
             self.nodes.services.let_go_on()
             ray.shutdown()
         self.nodes.services.close()
@@ -208,7 +207,7 @@ def _start_ray(platform: Platform, run_id: str, num_devices: int, scratch: Scrat
         "_node_ip_address": LOOPBACK,
         "namespace": run_id,
     }
-    with as_if_missing(DASHBOARD):
+    with as_if_missing(DASHBOARD), without_monitors():
         try:
             _init("on this machine", **settings)
         except MegarlError as error:

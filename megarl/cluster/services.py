@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import select
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import psutil
+from ray._private import parameter
 
 from megarl.core.errors import WorkerDiedError
 
-MONITOR = "ray/autoscaler/_private/monitor.py"
 ROLES = {
     "raylet": "Ray's raylet, which starts and watches all processes of the run on this machine,",
     "gcs_server": "Ray's GCS, by which all processes of the run find each other,",
@@ -92,15 +92,19 @@ class Services:
         self._services = ()
 
 
-def end_monitor() -> None:
-    """End the autoscaler's monitor of the Ray that this process started, before Ray does: that would wait a second for it.
+@contextmanager
+def without_monitors() -> Iterator[None]:
+    """Within, a Ray that starts has no monitor that scales it, and none that carries its logs to the driver.
 
-    It sleeps through the signal to end, and has nothing to scale and nothing to keep.
+    There is nothing to scale, and logs are left where they are written. Each costs half a second of a core at every start, and
+    Ray would wait a second for the first in the end. `ray start` has options for both, `ray.init` of 2.60 has none.
     """
-    for child in psutil.Process().children():
-        with suppress(psutil.Error):  # it ended meanwhile
-            if any(word.endswith(MONITOR) for word in child.cmdline()):
-                child.kill()
+    made = parameter.RayParams
+    parameter.RayParams = partial(made, no_monitor=True, include_log_monitor=False)
+    try:
+        yield
+    finally:
+        parameter.RayParams = made
 
 
 def _how(service: Service) -> str:

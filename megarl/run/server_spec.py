@@ -6,8 +6,7 @@ from megarl.models.lora_served import ServedLora
 from megarl.recipe.rollout_rules import longest_served
 from megarl.recipe.schema import Recipe
 from megarl.serving.server import ServerSpec
-
-ROUTING_FLAGS = ("--enable-return-routed-experts",)
+from megarl.serving.server_models import ROUTING
 
 
 def server_spec(recipe: Recipe, *, lora: ServedLora | None = None, threads: int | None = None) -> ServerSpec:
@@ -26,5 +25,5 @@ def server_spec(recipe: Recipe, *, lora: ServedLora | None = None, threads: int 
         quantized=settings.quantization is not None,
         lora=lora,
         threads=threads,
-        extra=(*settings.server_args, *(ROUTING_FLAGS if recipe.actor.routing_replay else ())),
+        extra=(*settings.server_args, *((ROUTING,) if recipe.actor.routing_replay else ())),
     )

@@ -116,11 +116,8 @@ def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = Fal
     if read < num_prompt and finish != "abort":
         raise cut(where, read, num_prompt)
     routing = _routing(meta.get("routed_experts"), read + len(token_ids) - 1, where)
-    if routed and routing is None and finish != "abort":
-        raise AnswerError(
-            f"{where} did not say which experts it chose (meta_info.routed_experts), which actor.routing_replay trains on: "
-            "either the server runs without --enable-return-routed-experts, or a router before it leaves that out."
-        )
+    if routed and finish != "abort":
+        _check_told(routing, where)
     return Generation(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -254,6 +251,20 @@ def _versions(meta: dict[str, Any], count: int, where: str) -> tuple[VersionSpan
             f"{where}: the spans {shown(orjson.dumps(rows))} of weight versions do not cover {count} tokens."
         )
     return tuple(span for span in spans if span.end > span.start)
+
+
+def _check_told(routing: RoutingArray | None, where: str) -> None:
+    """Whether experts that were asked for were told. Raises AnswerError."""
+    if routing is None:
+        raise AnswerError(
+            f"{where} did not say which experts it chose (meta_info.routed_experts), which actor.routing_replay trains on: "
+            "either the server runs without --enable-return-routed-experts, or a router before it leaves that out."
+        )
+    if routing.size and not routing.any():
+        raise AnswerError(
+            f"{where}: meta_info.routed_experts names expert 0 for every choice, as SGLang does where kernels choose the experts "
+            "that do not tell. Start the server with --moe-runner-backend triton, or set actor.routing_replay to false."
+        )
 
 
 def _routing(text: str | None, rows: int, where: str) -> RoutingArray | None:

@@ -44,6 +44,20 @@ def name_instance(name: str) -> None:
     PortArgs.init_new = staticmethod(named)
 
 
+def keep_scales(load_format: str) -> None:
+    """Have a server that waits for its weights hold scales of FP8 as they come.
+
+    On Blackwell SGLang gives them another form for DeepGEMM whenever it has loaded some, and fails with the next that come
+    (0.5.21, layers/quantization/fp8.py); of the other kernels that it has there none does.
+    """
+    import os
+
+    from sglang.srt.runtime_context import get_platform
+
+    if load_format == "dummy" and get_platform().is_blackwell:
+        os.environ["SGLANG_ENABLE_JIT_DEEPGEMM"] = "0"
+
+
 def run_sglang_server(argv: list[str], api_key: Secret) -> None:
     """Serve until told to stop; argv: flags of `sglang.launch_server`."""
     import os
@@ -56,6 +70,7 @@ def run_sglang_server(argv: list[str], api_key: Secret) -> None:
 
     server_args = prepare_server_args(argv)
     server_args.api_key = api_key
+    keep_scales(server_args.load_format)
     name_instance(Path(tempfile.gettempdir()).name)  # a folder of the server's own
     try:
         run_server(server_args)

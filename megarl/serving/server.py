@@ -31,6 +31,9 @@ LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's own: without it
 
 # How SGLang begins to say that a rank did not load weights. Its answer is its first rank's alone.
 FAILED_LOAD = re.compile(r"Failed to (update|receive) (weights|parameter)|weight updates are not supported")
+# SGLang's own: a server in FP8 compiles DeepGEMM's kernels for fewer lengths while it starts. For all of them it takes "typically
+# 10-20 mins" where none lie in its cache (0.5.21, layers/deep_gemm_wrapper/compile_utils.py), and `deadlines.start_s` is 10.
+FEWER_KERNELS = "SGLANG_JIT_DEEPGEMM_FAST_WARMUP"
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,13 @@ class ServerSpec:
         return [*flags, *extra]
 
     def env(self) -> dict[str, str]:
-        """Variables for what is served: a context that is no longer than the model's but for what SGLang keeps of it, and of
-        SGLang's own models those that it need not load.
+        """Variables for what is served: a context that is no longer than the model's but for what SGLang keeps of it, kernels
+        that are compiled before, and of SGLang's own models those that it need not load.
         """
         own, asked = server_models.max_positions(self.model), self.context_length
         found = {LONGER: "1"} if asked is not None and asked <= own < asked + SPARE_TOKENS else {}
+        if self.quantized:
+            found[FEWER_KERNELS] = os.environ.get(FEWER_KERNELS, "1")
         # Flags of a user's own may ask for others: a second model that guesses ahead, another implementation.
         if self.extra or server_models.VARIABLE in os.environ:
             return found
@@ -122,9 +127,14 @@ class ServerSpec:
             *(platform.offload_server_args if self.offloaded else ()),
             *(platform.deterministic_server_args if self.deterministic else ()),
             *(platform.lora_server_args if self.lora is not None else ()),
-            *(server_models.attention_flags(self.model) if platform.has_device_memory else ()),
+            *(self._kernel_flags() if platform.has_device_memory else ()),
             *self.flags(host, port),
         ]
+
+    def _kernel_flags(self) -> tuple[str, ...]:
+        """By which kernels a device's server computes, where SGLang's own choice does not do."""
+        experts = server_models.expert_flags(self.model, self.extra, quantized=self.quantized)
+        return (*server_models.attention_flags(self.model), *experts)
 
 
 @dataclass(frozen=True)
@@ -190,6 +200,9 @@ class ServerProcess(ManagedProcess):
                     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
                     # With DETAIL torch makes a second group beside each, and waits there for ranks, which join the first alone.
                     "TORCH_DISTRIBUTED_DEBUG": "OFF",
+                    # With 1 SGLang refuses to capture graphs of prompts where memory is given back at times; nobody asks for
+                    # that of graphs.
+                    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "0",
                     **place.env,
                     "TMPDIR": str(self._temp),
                     "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,12 @@ HYBRID, HYBRID_THETA, PERIOD = "Exaone4ForCausalLM", 1e6, 4
 # Of whose layers with full attention SGLang reads the period alone, and transformers 5 writes the kind of each layer
 # (configs/qwen3_next.py): without it a server ends as it builds the model. Where no key says, transformers takes PERIOD.
 DELTA = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
+# Whose experts in 16 bits SGLang lays out anew on Blackwell as it loads them, and then takes no weights as they are sent
+# (arg_groups/overrides.py, arg_groups/model_overrides: flashinfer_trtllm). On other devices their kernels are Triton's anyway.
+LAID_OUT_ANEW = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
+ROUTING = "--enable-return-routed-experts"  # a server tells which experts it chose
+# How a user's flags begin that say by which kernels experts are computed, or on what.
+CHOSEN = ("--moe-", "--quantization")
 # Of which SGLang reads RoPE's base and share at the top alone, and else takes 10000 and a quarter (models/qwen3_next.py).
 AT_TOP, QUARTER = "Qwen3NextForCausalLM", 0.25
 
@@ -97,6 +104,20 @@ def attention_flags(model: Path) -> tuple[str, ...]:
         return ()
     pattern = _of_hybrid(config).get(PATTERN, config.get(PATTERN, PERIOD))
     return () if pattern is None else ("--attention-backend", "triton")
+
+
+def expert_flags(model: Path, extra: Sequence[str], *, quantized: bool) -> tuple[str, ...]:
+    """The kernels of experts that devices' servers are told, where those that SGLang may choose do not do.
+
+    No weights can be sent to some; some choose the experts themselves, and servers tell of 0 for every choice (0.5.21,
+    layers/moe/topk.py: of the standard form alone it keeps which). extra: other flags, by which a user may want others.
+    quantized: weights come in FP8, which lie as they come by all kernels.
+    """
+    names = _config(model).get("architectures") or ()
+    laid_out = not quantized and any(name in LAID_OUT_ANEW for name in names)
+    if any(word.startswith(CHOSEN) for word in extra) or not (laid_out or ROUTING in extra):
+        return ()
+    return ("--moe-runner-backend", "triton")
 
 
 def _of_hybrid(config: dict[str, Any]) -> dict[str, object]:

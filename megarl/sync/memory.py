@@ -40,6 +40,11 @@ class Memory(Protocol):
         """Bytes that are taken."""
         ...
 
+    @property
+    def answered_early(self) -> Collection[str]:
+        """Names of servers that answer that a bucket is loaded while ranks of theirs may read it still."""
+        ...
+
     def take(self, num_bytes: int) -> None:
         """Take so much, anew. Raises SyncError where it is not to be had."""
         ...
@@ -67,6 +72,8 @@ class NodeMemory:
     memory that is removed when the run ends. device: of this rank. control: the trainer ranks' own process group, which takes
     tensors of it; None where there is one rank.
     """
+
+    answered_early: Collection[str] = ()  # what a CPU copies it has copied when it goes on
 
     def __init__(
         self,
@@ -166,6 +173,8 @@ class DeviceMemory:
         self._readers = [
             (name, index) for name, ranks in hosts.items() for index, host in enumerate(ranks) if host == rank
         ]
+        # A server's ranks have all begun to copy when the first answers, which waits for its own device alone.
+        self.answered_early: Collection[str] = frozenset(name for name, ranks in hosts.items() if len(ranks) > 1)
         self._make, self._control = make, control
         self._memory: OnDevice | None = None
         self._payloads: dict[tuple[str, int], str] = {}

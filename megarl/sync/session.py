@@ -72,6 +72,12 @@ async def commit(client: ServerClient, version: int, end: float) -> None:
     await client.set_weight_version(version, left(end))
 
 
+async def meet(client: ServerClient, end: float) -> None:
+    """Return once every rank of a server has done what it was asked before, on its device as well."""
+    # Each gives the first its hashes; here of no tensor, since the name of every one holds the empty one.
+    await client.ask("/weights_checker", {"action": "checksum", "skip_tensor_list": [""]}, left(end))
+
+
 async def everyone(clients: Clients, call: Callable[[ServerClient], Awaitable[None]]) -> Failures:
     """Call all servers side by side; who failed."""
 

@@ -34,6 +34,7 @@ from megarl.sync.session import (
     everyone,
     failures_of,
     left,
+    meet,
     ranks_failed,
 )
 
@@ -103,7 +104,7 @@ class SharedMemorySender:
             num_bytes = 0
             try:
                 for number, bucket in enumerate(pieces.buckets):
-                    failures |= await loads.settled(self._turns[number].after)
+                    failures |= await self._read(number, loads, _without(clients, failures), end)
                     watch.lap("load")
                     if len(failures) == len(clients):
                         break
@@ -132,6 +133,21 @@ class SharedMemorySender:
         ok = tuple(server.name for server in servers if server.name not in failures)
         failed = {name: str(error) for name, error in failures.items()}
         return SyncReport(version, ok, failed, num_bytes, time.monotonic() - began, 1, watch.seconds)
+
+    async def _read(self, number: int, loads: Loads, clients: Clients, end: float) -> Failures:
+        """Wait until nobody reads any more where a bucket is to be written. Who failed.
+
+        Ranks of a server let go of a bucket before they begin with what comes next, and wait for each other in that (SGLang
+        0.5.21, managers/scheduler_components/weight_updater.py): where its answer comes early, the next one says that all have.
+        """
+        after = self._turns[number].after
+        early = {name: client for name, client in clients.items() if name in self._memory.answered_early}
+        if after is None or not early:
+            return await loads.settled(after)
+        found = await loads.settled(min(after + 1, number - 1))
+        if after == number - 1:  # nothing was sent behind it
+            found |= await everyone(_without(early, found), lambda client: meet(client, end))
+        return found
 
     def _start_loads(
         self,

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from megarl.cluster.runtime import DASHBOARD, Runtime
-from megarl.cluster.services import MONITOR, end_monitor
 from megarl.core.errors import UserError
 from megarl.core.janitor import RUN_ID_VARIABLE, processes_of
 from megarl.core.platform import Platform
@@ -114,10 +113,7 @@ def test_a_ray_that_was_too_slow_is_started_once_more(
         running = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(run_id)]
         assert sum(b"raylet/raylet" in words.split(b"\0")[0] for words in running) == 1
         assert sum(words.split(b"\0")[0].endswith(b"gcs_server") for words in running) == 1
-        there = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-        [monitor] = [child for child in there if MONITOR in " ".join(child.cmdline())]
-        end_monitor()
-        assert monitor.wait(30) == -signal.SIGKILL
+        assert not [words for words in running if b"monitor.py" in words]
         assert not runtime.nodes.services.ended()
     assert "It is started once more" in caplog.text and DASHBOARD not in looked_for
     assert processes_of(run_id) == []

@@ -125,6 +125,16 @@ def test_a_malformed_answer_names_the_server_and_the_field(path: str, value: Any
         assert WHERE in str(caught.value)
 
 
+def test_experts_that_kernels_did_not_tell_of_are_no_routing() -> None:
+    untold = base64.b64encode(bytes(4 * 8)).decode()
+    body = orjson.dumps(changed("meta_info.routed_experts", untold))
+    with pytest.raises(AnswerError, match=r"expert 0 for every choice.*--moe-runner-backend triton"):
+        read_generation(body, WHERE, 3, routed=True)
+    ended = changed("meta_info.routed_experts", untold)
+    ended["meta_info"]["finish_reason"] = {"type": "abort"}
+    assert read_generation(orjson.dumps(ended), WHERE, 3, routed=True).routing is not None
+
+
 def test_a_token_that_is_certain_may_have_what_rounding_makes_of_its_log_prob() -> None:
     body = changed("meta_info.output_token_logprobs", [[1.2e-7, 5, None], [0, 6, None]])
     assert read_generation(orjson.dumps(body), WHERE, 3).logprobs.tolist() == pytest.approx([1.2e-7, 0])

@@ -2,7 +2,7 @@
 of families without a recipe.
 
 All of it but the devices is real: parser, model configs, defaults by model and machine, and the checks that come last before a
-server's processes start (tests/support/sglang_fake_h100.py).
+server's processes start (tests/support/sglang_fake_devices.py).
 """
 
 from __future__ import annotations
@@ -178,18 +178,10 @@ def refusal(name: str, form: str) -> str | None:
     return "requires SM100" if model.mla is not None else "is required for Exaone4" if name == "exaone4" else None
 
 
-@pytest.fixture(scope="module")
-def answers() -> dict[str, Any]:
-    """What SGLang says of everything that is asked here: it is loaded once."""
-    asked: dict[str, ServerSpec] = {}
-    for name in NAMES:
-        own = own_spec(name)
-        asked |= {f"{name} {form}": replace(own, **each.differs) for form, each in forms(name).items()}
-    assert {form for name in NAMES for form in forms(name)} >= {"fp8", "fp8, deterministic", "adapters", "its own"}
-    asked |= {what: replace(own_spec(NAMES[0]), **differs) for what, (differs, _) in REFUSED.items()}
-    words = {name: spec.words(CUDA, "127.0.0.1", 30000) for name, spec in asked.items()}
+def settled(kind: str, words: dict[str, list[str]]) -> dict[str, Any]:
+    """What SGLang makes of servers' words on such devices."""
     told = subprocess.run(
-        [sys.executable, "-m", "tests.support.sglang_fake_h100"],
+        [sys.executable, "-m", "tests.support.sglang_fake_devices", kind],
         env={name: value for name, value in os.environ.items() if name not in CPU_ENV},  # a run in this process sets it
         input=json.dumps(words),
         capture_output=True,
@@ -200,6 +192,18 @@ def answers() -> dict[str, Any]:
     assert told.returncode == 0, told.stderr[-3000:]
     found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
     return found
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    """What SGLang says of everything that is asked here: it is loaded once."""
+    asked: dict[str, ServerSpec] = {}
+    for name in NAMES:
+        own = own_spec(name)
+        asked |= {f"{name} {form}": replace(own, **each.differs) for form, each in forms(name).items()}
+    assert {form for name in NAMES for form in forms(name)} >= {"fp8", "fp8, deterministic", "adapters", "its own"}
+    asked |= {what: replace(own_spec(NAMES[0]), **differs) for what, (differs, _) in REFUSED.items()}
+    return settled("H100", {name: spec.words(CUDA, "127.0.0.1", 30000) for name, spec in asked.items()})
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from megarl.core.platform import get_platform
-from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec, Span
+from megarl.serving.server import FEWER_KERNELS, ProcessPlace, ServerProcess, ServerSpec, Span
 
 KEY = "secret"
 SPEC = ServerSpec(Path("/models/m"), "bfloat16", tp=16, extra=("--x", "1"))
@@ -80,6 +82,24 @@ def test_a_server_makes_no_second_group_beside_that_of_a_weight_sync(tmp_path: P
     server = ServerProcess("server 0", SPEC, get_platform("cpu"), ProcessPlace(tmp_path, KEY, temp=tmp_path))
     assert server.command.env["TORCH_DISTRIBUTED_DEBUG"] == "OFF"
     server.stop()
+
+
+def test_a_server_that_gives_memory_back_keeps_the_graphs_of_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang captures none where a user's environment asks to give that of graphs back as well, and ends."""
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "true")
+    server = ServerProcess("server 0", SPEC, get_platform("cuda"), ProcessPlace(tmp_path, KEY, temp=tmp_path))
+    assert server.command.env["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "0"
+    server.stop()
+
+
+def test_a_server_in_fp8_compiles_fewer_kernels_unless_a_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_fp8 = replace(SPEC, quantized=True)
+    monkeypatch.delenv(FEWER_KERNELS, raising=False)
+    assert in_fp8.env()[FEWER_KERNELS] == "1" and FEWER_KERNELS not in SPEC.env()
+    monkeypatch.setenv(FEWER_KERNELS, "0")
+    assert in_fp8.env()[FEWER_KERNELS] == "0"
 
 
 def test_a_server_keeps_its_ports_until_it_has_ended(tmp_path: Path) -> None:

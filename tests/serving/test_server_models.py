@@ -13,7 +13,7 @@ from megarl.core.platform import PlatformName, get_platform
 from megarl.models.families import FAMILIES
 from megarl.serving import server_models
 from megarl.serving.server import LONGER, ServerSpec
-from megarl.serving.server_models import DELTA, VARIABLE, missing_settings, unused_models
+from megarl.serving.server_models import DELTA, ROUTING, VARIABLE, missing_settings, unused_models
 
 
 def folder(tmp_path: Path, **config: object) -> Path:
@@ -45,6 +45,27 @@ def test_where_a_user_asks_for_more_all_are_loaded(tmp_path: Path, monkeypatch: 
     assert ServerSpec(model, "float32", extra=("--speculative-algorithm", "EAGLE")).env() == {}
     monkeypatch.setenv(VARIABLE, "gemma")
     assert ServerSpec(model, "float32").env() == {}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "differs", "told"),
+    [
+        ("Qwen3MoeForCausalLM", {}, True),
+        ("Qwen3MoeForCausalLM", {"quantized": True}, False),
+        ("Qwen3MoeForCausalLM", {"quantized": True, "extra": (ROUTING,)}, True),
+        ("Qwen3MoeForCausalLM", {"extra": ("--moe-a2a-backend=deepep",)}, False),
+        ("Qwen3MoeForCausalLM", {"extra": ("--quantization", "fp8", ROUTING)}, False),
+        ("GptOssForCausalLM", {}, False),
+        ("GptOssForCausalLM", {"extra": (ROUTING,)}, True),
+        ("Qwen3ForCausalLM", {}, False),
+    ],
+)
+def test_a_server_on_devices_is_told_kernels_of_experts_where_sglangs_may_not_do(
+    tmp_path: Path, architecture: str, differs: dict[str, Any], *, told: bool
+) -> None:
+    spec = ServerSpec(folder(tmp_path, architectures=[architecture]), "bfloat16", **differs)
+    assert ("--moe-runner-backend" in spec.words(get_platform("cuda"), "127.0.0.1", 1)) is told
+    assert "--moe-runner-backend" not in spec.words(get_platform("cpu"), "127.0.0.1", 1)
 
 
 @pytest.mark.parametrize(("asked", "allowed"), [(None, False), (57, False), (58, True), (64, True), (65, False)])

@@ -13,8 +13,8 @@ import pytest
 from megarl.core.platform import get_platform
 
 # In processes of their own: SGLang's modules stay where they were imported.
-MODULES = [f"tests.serving.sglang_{name}" for name in ("norms", "linears", "names", "penalties")]
-NORMS, LINEARS, NAMES, PENALTIES = MODULES
+MODULES = [f"tests.serving.sglang_{name}" for name in ("norms", "linears", "names", "penalties", "scales")]
+NORMS, LINEARS, NAMES, PENALTIES, SCALES = MODULES
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +60,7 @@ def test_shared_memory_of_a_server_is_named_as_who_starts_it_expects(found: dict
 def test_a_repetition_penalty_is_computed_at_once(found: dict[str, Any]) -> None:
     """The first request that asks for one waited ten seconds of a core for torch's compiler."""
     assert found[PENALTIES] == ""
+
+
+def test_a_server_that_waits_for_fp8_on_blackwell_leaves_its_scales_as_they_come(found: dict[str, Any]) -> None:
+    assert found[SCALES] == ""

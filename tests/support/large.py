@@ -87,7 +87,7 @@ def large_config(family: str) -> dict[str, Any]:
     """A config.json."""
     import transformers
 
-    settings: dict[str, Any] = getattr(transformers, CONFIGS[family])(**SIZES[family]).to_dict()
+    settings: dict[str, Any] = getattr(transformers, CONFIGS[family])(**SIZES.get(family, {})).to_dict()
     [architecture] = [name for name, each in FAMILIES.items() if each.name == family]
     return settings | {"architectures": [architecture], "dtype": "bfloat16"}
 

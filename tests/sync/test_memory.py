@@ -71,6 +71,11 @@ def test_handles_are_given_to_servers_that_take_part_alone() -> None:
     assert mine.payloads(two, (), 0) == ["handle 1", "handle 2"] and held[0].given == 2
 
 
+def test_of_a_server_of_several_ranks_the_first_answers_for_all() -> None:
+    made = DeviceMemory(rank=0, hosts={"one": (0,), "two": (0, 1)}, make=OneDevice)
+    assert set(made.answered_early) == {"two"}
+
+
 class TalkingRanks:
     """torch.distributed's collectives between the threads that are the ranks, each of which says its number as the group."""
 

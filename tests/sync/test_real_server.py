@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from megarl.models.hf_weights import Bucket
 from megarl.serving.answers import Generation
 from megarl.serving.client import ServerClient, ServerError
 from megarl.serving.sampling import Sampling
+from megarl.sync.session import meet
 from megarl.sync.verify import probe_servers, verify
 from tests.support.served import TRIES, HfModel, Pool, begun
 from tests.sync.given import BroadcastBuckets
@@ -77,6 +79,16 @@ def test_new_weights_arrive_and_serve_under_their_version(served: Pool, sender: 
             assert [span.version for span in result.versions] == [2]
             expected = trainer.logprobs([5, 6, 7, 8, *result.token_ids.tolist()])[3:]
             np.testing.assert_allclose(result.logprobs, expected, atol=1e-5)
+
+    asyncio.run(go())
+
+
+def test_a_server_s_ranks_meet_while_weights_are_sent(served: Pool) -> None:
+    async def go() -> None:
+        async with ServerClient(served.servers[0].endpoint) as client:
+            await client.begin_weight_update()
+            await meet(client, time.monotonic() + 30.0)
+            await client.end_weight_update()
 
     asyncio.run(go())
 

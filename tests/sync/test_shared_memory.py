@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from aiohttp import web
 
 from megarl.core.errors import SyncError
 from megarl.core.janitor import SHARED_MEMORY
@@ -167,6 +169,47 @@ def test_buckets_take_turns_in_less_memory_than_all_of_them_need(tmp_path: Path)
         [name] = registered(tmp_path)
         assert (SHARED_MEMORY / name).stat().st_size == 4 * 4096 + 64  # torch keeps its count in front
     sender.close()
+
+
+class LateRank(Receiver):
+    """Of two ranks the second copies a bucket after the first has answered, and before it begins with what comes next."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.late: dict[str, torch.Tensor] = {}
+        self._left: dict[str, Any] | None = None
+        self._one_by_one = asyncio.Lock()
+
+    async def respond(self, path: str, body: dict[str, Any]) -> web.Response:
+        async with self._one_by_one:
+            if self._left is not None:
+                await asyncio.sleep(0.1)
+                of_first, self.weights = self.weights, self.late
+                self._load(self._left)
+                self.weights, self._left = of_first, None
+            if path != "/update_weights_from_tensor":
+                return await super().respond(path, body)
+            first, second = body["serialized_named_tensors"]
+            self._left = body | {"serialized_named_tensors": [second]}
+            return await super().respond(path, body | {"serialized_named_tensors": [first]})
+
+
+class EarlyAnswers(NodeMemory):
+    answered_early = ("server 0",)
+
+
+@pytest.mark.parametrize("sizes", [[1000] * 9, [500, 1000, 1000, 1000]], ids=["four rooms", "one room in each other"])
+def test_memory_is_not_written_anew_while_a_rank_of_a_server_copies_it(tmp_path: Path, sizes: list[int]) -> None:
+    weights = [[(str(index), torch.full((size,), float(index)))] for index, size in enumerate(sizes)]
+    memory = EarlyAnswers(rank=0, writers=(0,), registry=tmp_path / "registry", device="cpu")
+    sender = SharedMemorySender(rank=0, memory=memory, bucket_bytes=4000, timeout_s=20.0, device="cpu")
+    receiver = LateRank("server 0")
+    with serving(receiver):
+        report = sender.send(Written(weights), 1, [replace(receiver.endpoint, tp=2)])
+    sender.close()
+    assert report is not None and report.ok == ("server 0",), report
+    for held in (receiver.weights, receiver.late):
+        assert [name for [(name, tensor)] in weights if not held[name].equal(tensor)] == []
 
 
 def test_the_memory_that_a_sync_takes_is_two_buckets_or_two_of_the_largest_tensor() -> None:

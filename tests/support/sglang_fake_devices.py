@@ -1,4 +1,4 @@
-"""`python -m tests.support.sglang_fake_h100`: how SGLang settles flags on a node of 8 H100, asked where there is none.
+"""`python -m tests.support.sglang_fake_devices H100`: how SGLang settles flags on a node of 8 H100, or B200, where there is none.
 
 Reads {name: words of the launcher} as JSON; prints as its last line {name: {"problem": text or null, "settled": {setting: value},
 "nccl": {variable: value}}}. Everything is SGLang's own code, from the parser to the last check before processes start; fake is
@@ -19,38 +19,41 @@ from unittest.mock import patch
 from megarl.serving import sglang_cpu
 
 ENGINE = "sglang.srt.entrypoints.engine"
-MEMORY = 80 * 2**30
-DEVICE = SimpleNamespace(name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=MEMORY, multi_processor_count=132)
-CUDA = {
-    "is_available": lambda: True,
-    "device_count": lambda: 8,
-    "current_device": lambda: 0,
-    "get_device_capability": lambda device=None: (DEVICE.major, DEVICE.minor),
-    "get_device_properties": lambda device=None: DEVICE,
-    "get_device_name": lambda device=None: DEVICE.name,
-    "mem_get_info": lambda device=None: (MEMORY, MEMORY),
+GIB = 2**30
+DEVICES = {
+    "H100": SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80 * GIB, multi_processor_count=132
+    ),
+    "B200": SimpleNamespace(name="NVIDIA B200", major=10, minor=0, total_memory=180 * GIB, multi_processor_count=148),
 }
-FACTS = {
-    "is_cuda": True,
-    "is_sm90": True,
-    "is_hopper_with_cuda_12_3": True,
-    "has_flashinfer": True,
-    "device_sm": 90,
-    "device_capability": (9, 0),
-}
+OF_KIND = {"H100": ("is_sm90", "is_hopper_with_cuda_12_3"), "B200": ("is_sm100", "is_blackwell")}
 
 
-def become_h100() -> None:
+def become(kind: str) -> None:
     """Fake the devices. What has kernels of its own is imported before, as on a CPU: nothing is computed here."""
+    device = DEVICES[kind]
+    capability, memory = (device.major, device.minor), device.total_memory
+    facts = {"is_cuda": True, "has_flashinfer": True, "device_sm": 10 * device.major, "device_capability": capability}
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "device_count": lambda: 8,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: capability,
+        "get_device_properties": lambda of=None: device,
+        "get_device_name": lambda of=None: device.name,
+        "mem_get_info": lambda device=None: (memory, memory),
+    }
     sglang_cpu.install()
     for module in ("server_args", "configs.model_config", "arg_groups.expert_pack_hook"):
         importlib.import_module(f"sglang.srt.{module}")
     importlib.import_module(ENGINE)
     common: Any = importlib.import_module("sglang.srt.utils.common")
-    importlib.import_module("sglang.srt.runtime_context").override_platform(**FACTS).install()
+    importlib.import_module("sglang.srt.runtime_context").override_platform(
+        **facts, **dict.fromkeys(OF_KIND[kind], True)
+    ).install()
     torch: Any = importlib.import_module("torch")
     torch.version.cuda = "13.0"
-    for name, answer in CUDA.items():
+    for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     for each in list(vars(common).values()):
         if hasattr(each, "cache_clear"):  # what it has found out about this machine
@@ -77,7 +80,7 @@ def settle(words: list[str]) -> dict[str, Any]:
 def main() -> None:
     """Answer for each name."""
     asked = json.load(sys.stdin)
-    become_h100()
+    become(sys.argv[1])
     print()
     print(json.dumps({name: settle(words) for name, words in asked.items()}, default=str))
 
