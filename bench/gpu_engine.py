@@ -21,6 +21,7 @@ beside the figures that it came to. With --go-on the lines that are there stay, 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -219,6 +220,7 @@ def main(
         sys.exit(f"--platform is cpu, cuda or auto, and --shapes one of {', '.join(SHAPES)}.")
     chosen = get_platform(platform)  # type: ignore[arg-type]
     if cell is not None:
+        os.environ.update(chosen.env)  # a rank's; CUDA and torch are not loaded yet
         for figures in run_cell(Cell(**json.loads(cell)), SHAPES[shapes], chosen):
             print(f"\n{FIGURES}{json.dumps(figures)}", flush=True)
         return

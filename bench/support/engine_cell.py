@@ -110,7 +110,7 @@ def write_config(folder: Path, cell: Cell, layers: int | None = None) -> ModelCo
 
 
 def run_engine(cell: Cell, platform: Platform) -> Iterator[dict[str, Any]]:
-    """Updates, log-probs, and the way to the host and back, with bytes by phase beside what the plan says; as they are known."""
+    """Updates, log-probs, for short cells the way to the host and back, and bytes by phase beside the plan's."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         whole = write_config(folder, cell)
@@ -190,7 +190,9 @@ class Phases:
         # The trained role's state stays while it scores.
         scored = _pair(self._peak("logprobs"), training.state + scoring.working)
         yield {"bytes": held | {"log-prob peak": scored}}
-        yield _offload(self.rank, self.platform)
+        # Once for a state: the host's memory is slow to lock, and one that is soon full is not filled for nothing.
+        if not self.cell.mixed and self.cell.tokens < LONG:
+            yield _offload(self.rank, self.platform)
 
     def _updates(self) -> Iterator[dict[str, Any]]:
         fewer = FEWER if self.cell.tokens >= LONG else 1

@@ -319,6 +319,16 @@ def num_local_devices(platform: Platform) -> int | None:
     return cuda_device_count() if platform.name == "cuda" else None
 
 
+def compute_capability(platform: Platform) -> tuple[int, int] | None:
+    """Of this process's CUDA device, as (9, 0) of an H100; None where there is none."""
+    if platform.name == "cuda":
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_capability()
+    return None
+
+
 def peak_bytes(platform: Platform) -> int:
     """Most memory that this process has held, since its start or `reset_peak_bytes`: see `held_bytes` for what counts."""
     if platform.name == "cuda":

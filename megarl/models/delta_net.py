@@ -185,9 +185,11 @@ class Chunks:
         starts = [firsts[step] + rank[index] for index, count in enumerate(counts) for step in range(count)]
         sizes = [min(CHUNK, length - start) for length in lengths for start in range(0, length, CHUNK)]
         begins = torch.tensor(starts, device=device).mul(CHUNK)
-        sized = torch.tensor(sizes, device=device)
-        within = torch.arange(sum(sizes), device=device) - (sized.cumsum(0) - sized).repeat_interleave(sized)
-        return cls(len(starts), steps, begins.repeat_interleave(sized) + within)
+        sized, total = torch.tensor(sizes, device=device), sum(sizes)  # told, no device is asked how many there are
+        within = torch.arange(total, device=device) - (sized.cumsum(0) - sized).repeat_interleave(
+            sized, output_size=total
+        )
+        return cls(len(starts), steps, begins.repeat_interleave(sized, output_size=total) + within)
 
     def cut(self, tokens: Tensor) -> Tensor:
         """[t, ...] -> [rows, CHUNK, ...], zeros behind a sequence's end."""

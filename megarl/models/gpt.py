@@ -284,9 +284,13 @@ def _hold_padding(token: int, module: Any, given: tuple[Tensor], output: Tensor)
     return torch.where(padding[..., None], output.detach(), output)
 
 
-def packed_params(cu_seqlens: Tensor, cp: int = 1) -> PackedSeqParams:
-    """Megatron's description of sequences packed end to end. cu_seqlens: [S + 1] int32, from 0 to T. cp: ranks of each."""
-    longest = int(cu_seqlens.diff().max())
+def packed_params(cu_seqlens: Tensor, cp: int = 1, longest: int | None = None) -> PackedSeqParams:
+    """Megatron's description of sequences packed end to end.
+
+    cu_seqlens: [S + 1] int32, from 0 to T. cp: ranks of each. longest: tokens of the longest, for who knows it: to look is to
+    wait for the device.
+    """
+    longest = int(cu_seqlens.diff().max()) if longest is None else longest
     # Transformer Engine cuts the padded bounds over context-parallel ranks, and would hold them to the others in each layer,
     # waiting for the device, to learn that they are the same.
     padded = cu_seqlens if cp > 1 else None

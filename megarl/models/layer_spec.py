@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from megarl.core.platform import Platform
+from megarl.core.platform import Platform, compute_capability
 from megarl.models.attention import CoreAttention
 from megarl.models.config import ModelConfig
 from megarl.models.delta_net import GatedDeltaNet
@@ -28,6 +28,8 @@ from megarl.models.latent_attention import LatentAttention
 from megarl.models.norms import LATENT_EPS, NormedRowParallelLinear, RMSNorm, WholeNorm
 from megarl.models.rope import logit_factor
 from megarl.models.rotary import ScaledQueries, scales_queries
+
+HOPPER = 9  # of compute capabilities
 
 
 class Router(TopKRouter):  # type: ignore[misc]
@@ -110,6 +112,30 @@ def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torc
     return platform.has_transformer_engine and not cannot
 
 
+def attends_packed(config: ModelConfig, platform: Platform) -> bool:
+    """Whether Transformer Engine has an attention for packed sequences here that never holds the products of all pairs.
+
+    cuDNN's takes them from Hopper on (2.11, nvte_get_fused_attn_backend; not on (12, 0)): in training heads up to 256 wide there,
+    128 behind it, or 192 with values of 128. Flash-attn's, where it is installed, wants values as wide as keys. Without either
+    it would hold them, for as many sequences of the longest's length as there are, or end under context parallel.
+    """
+    capability = compute_capability(platform)
+    if capability is None:
+        return True
+    keys = config.head_dim
+    values = keys if config.mla is None else config.mla.v_dim
+    of_deepseek = (keys, values) == (192, 128)
+    if capability[0] == HOPPER:
+        fits = keys <= 256 and (keys == values or values < 128 or of_deepseek)
+    else:
+        fits = HOPPER < capability[0] < 12 and (keys <= 128 or of_deepseek)
+    if keys % 8 == values % 8 == 0 and fits:
+        return True
+    from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils
+
+    return bool(FlashAttentionUtils.is_installed) and keys == values <= 256 and keys % 8 == 0
+
+
 def stage_spec(
     config: ModelConfig, layers: range, platform: Platform, dtype: torch.dtype, cp: int
 ) -> TransformerBlockSubmodules:
@@ -117,7 +143,11 @@ def stage_spec(
     if uses_transformer_engine(config, platform, dtype, cp):
         from megatron.core.extensions.transformer_engine import TENorm
 
-        return TransformerBlockSubmodules([_fused_layer(config, index) for index in layers], layer_norm=TENorm)
+        fused = [_fused_layer(config, index) for index in layers]
+        if not attends_packed(config, platform):
+            for layer in fused:
+                layer.submodules.self_attention.submodules.core_attention = CoreAttention
+        return TransformerBlockSubmodules(fused, layer_norm=TENorm)
     return TransformerBlockSubmodules([_torch_layer(config, index) for index in layers], layer_norm=RMSNorm)
 
 

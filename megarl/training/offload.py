@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -33,7 +34,9 @@ PINNED_BYTES = 2**28
 
 
 class Host(Protocol):
-    """Where the bytes of one part are while it is offloaded."""
+    """Where the bytes of one part are while it is offloaded. keeps: what was put is there behind `get`, too."""
+
+    keeps: bool
 
     def put(self, blocks: Sequence[Tensor]) -> None:
         """Keep a copy of the blocks, each [bytes] uint8 on the device; when it raises, nothing is kept."""
@@ -48,6 +51,8 @@ class MemoryHost:
     It is taken in parts of a power of two, and grows by more of them: torch rounds pinned memory up to one, up to twice as much,
     and gives back none that it has pinned.
     """
+
+    keeps = True
 
     def __init__(self, *, pinned: bool = True, part_bytes: int = PINNED_BYTES) -> None:
         """pinned: locked in memory, so that copies run at the full speed of the link. part_bytes: of a part; the last is less."""
@@ -94,6 +99,8 @@ class FileHost:
     The system may keep the file's pages in memory for as long as nobody needs them; they are not the process's.
     """
 
+    keeps = False
+
     def __init__(self, folder: Path | None = None) -> None:
         """folder: on the file system that shall hold the bytes; None is the system's folder for temporary files."""
         self._folder = folder
@@ -133,6 +140,19 @@ def _pieces(blocks: Sequence[Tensor]) -> Iterator[Tensor]:
     return (piece for block in blocks for piece in block.split(PIECE_BYTES))
 
 
+@dataclass(frozen=True)
+class _Written:
+    """A part as it was: where it lay, and torch's count of what was written into each of its tensors."""
+
+    storages: list[torch.UntypedStorage]
+    counts: list[int]
+
+    def same(self, other: _Written) -> bool:
+        """Whether nothing was written between the two. Memory is not told by its address, which goes and comes."""
+        mine, theirs = ([storage._cdata for storage in each.storages] for each in (self, other))
+        return mine == theirs and self.counts == other.counts
+
+
 class Offload:
     """The memory of one role on this rank, in three parts that sleep and wake each for itself.
 
@@ -162,6 +182,8 @@ class Offload:
         self._hosts: dict[Part, Host] = {part: make_host() for part in PARTS if part != "grads"}
         # Storages of a sleeping part with their sizes.
         self._offloaded: dict[Part, list[tuple[torch.UntypedStorage, int]]] = {}
+        # Of a frozen role: what the host's copy was made of.
+        self._copied: dict[Part, _Written] = {}
 
     @property
     def asleep(self) -> tuple[Part, ...]:
@@ -202,12 +224,23 @@ class Offload:
         fixed = [storage.nbytes() for storage in storages if not storage.resizable()]
         assert not fixed, f"{part}: storages of {fixed} bytes belong to somebody else"
         if part != "grads":
-            self._hosts[part].put([_block(storage) for storage in storages])
-            finish_copies(self._platform)
+            self._copy_to_host(part, storages)
         self._offloaded[part] = [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
             storage.resize_(0)
         return sum(size for _, size in self._offloaded[part])
+
+    def _copy_to_host(self, part: Part, storages: list[torch.UntypedStorage]) -> None:
+        """Copy the part, unless the host still has it: of weights that have no optimizer, and that nobody wrote since."""
+        written = None
+        if self._optimizer is None and self._hosts[part].keeps:
+            written = _Written(storages, [tensor._version for tensor in self._tensors(part)])
+        if written is None or part not in self._copied or not written.same(self._copied[part]):
+            self._copied.pop(part, None)
+            self._hosts[part].put([_block(storage) for storage in storages])
+            if written is not None:
+                self._copied[part] = written
+        finish_copies(self._platform)  # nobody reads the memory any more, on whatever stream
 
     def _wake(self, part: Part) -> int:
         offloaded = self._offloaded[part]

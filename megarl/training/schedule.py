@@ -76,7 +76,7 @@ def _forward_step(evaluate: Evaluate, prepare: Prepare | None, cp: int, options:
             batch.tokens[None],
             batch.positions[None],
             None,
-            packed_seq_params=packed_params(batch.cu_seqlens, cp),
+            packed_seq_params=packed_params(batch.cu_seqlens, cp, batch.longest),
             **options,
         )
 

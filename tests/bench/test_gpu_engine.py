@@ -66,7 +66,8 @@ def test_every_cell_has_its_line(tmp_path: Path) -> None:
         assert (line["layers"], line["of"], line["recompute"]) == (3, 3, "none")
         assert set(line["bytes"]) == {"state", "update peak", "log-prob peak"}
         assert all(pair["planned"] > 0 and pair["measured"] > 0 for pair in line["bytes"].values())
-        assert line["offload"]["bytes"] > 0 and line["logprobs_flops_s"] > 0
+        assert line["logprobs_flops_s"] > 0
+        assert line["offload"]["bytes"] > 0 if not line["cell"]["mixed"] else "offload" not in line
     before = out.read_text()
     gpu_engine.main(platform="cpu", shapes="tiny", minutes=5, out=out, go_on=True)
     assert out.read_text() == before, "nothing was left"
@@ -130,6 +131,16 @@ def test_mfu_is_of_micro_batches_whatever_a_step_takes(
     assert found["update_flops_s"] == 3 * (layers + logits) / 2
     assert found["update_flops_s_with_recompute"] == (4 * layers + 3 * logits) / 2
     assert found["logprobs_flops_s"] == 4 * (layers + logits) / 2
+
+
+def test_each_state_goes_to_the_host_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Locking its memory takes longest of all, and long and mixed cells have the state of others."""
+    monkeypatch.setattr(engine_cell, "_offload", lambda *_: {"offload": {}})
+    tiny = Cell("engine", "tiny", 64, 2)
+    monkeypatch.setattr(engine_cell, "LONG", 128)
+    for cell, goes in ((tiny, True), (replace(tiny, mixed=True), False), (replace(tiny, tokens=128), False)):
+        found = [name for part in phases(monkeypatch, tmp_path, cell, 1.0).run() for name in part]
+        assert ("offload" in found) == goes, cell
 
 
 def test_what_a_cell_has_measured_stays_where_it_ends_early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ LATENT = ("deepseek_v3", "glm4_moe_lite")
 # Dense, with experts, with latents: families of one kind of layer differ in modules that these ways do not tell from others.
 KINDS_OF_LAYERS = ("qwen3", "qwen3_moe", "deepseek_v3")
 RECOMPUTED = ("full recompute", "recompute of two layers", "selective recompute")
+TORCHS = "torch's attention"  # as on devices where Transformer Engine has none for packed sequences
 # In which ways checkpoints go from one kind of layers to the other: the others write the same tensors.
 READ = ("plain", "adapters", "adapters behind norms")
 # Layers of a model without stages that are built: all it has are like them.
@@ -207,6 +208,7 @@ def ways(family: str) -> dict[str, dict[str, Any]]:
 
 def run_all(root: Path) -> dict[str, Any]:
     """Updates of each small model, in each way, by both kinds of layers: largest difference of log-probs, and gradient norms."""
+    from megarl.models import layer_spec
     from megarl.training import rank as ranks
 
     cpu = get_platform("cpu")
@@ -223,6 +225,9 @@ def run_all(root: Path) -> dict[str, Any]:
             for way, settings in ways(family).items():
                 reads = way in read_in(family)
                 found[f"{family}: {way}"] = attempt(functools.partial(compare, kinds, root / family, settings, reads))
+            if family in KINDS_OF_LAYERS:
+                with patch.object(layer_spec, "attends_packed", lambda *_: False):
+                    found[f"{family}: {TORCHS}"] = attempt(functools.partial(compare, kinds, root / family, {}, True))
     kinds[False].close()
     return found
 

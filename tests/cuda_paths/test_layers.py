@@ -18,7 +18,7 @@ from megarl.models.config import ModelConfig
 from megarl.placement.devices import DEVICES
 from megarl.placement.memory import Role, role_bytes
 from megarl.placement.space import one_layout
-from tests.cuda_paths.fake_ranks import FAMILIES, cases, read_in, ways
+from tests.cuda_paths.fake_ranks import FAMILIES, KINDS_OF_LAYERS, TORCHS, cases, read_in, ways
 from tests.support.large import TORCH_ALONE
 from tests.support.package_source import ROOT, PackageSource
 
@@ -91,6 +91,16 @@ def test_both_kinds_of_layers_compute_and_learn_the_same(family: str, found: dic
         assert second == pytest.approx(first, rel=0.05 if rounded else 1e-6), name
         if name not in BFLOAT16_EXPERTS:
             assert each["difference"] < (0.03 if rounded else 1e-5) and each["size"] > 1, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS_OF_LAYERS)
+def test_layers_of_transformer_engine_may_have_torchs_attention(family: str, found: dict[str, Any]) -> None:
+    each = found["fused"]["ran"][f"{family}: {TORCHS}"]
+    assert each["problem"] is None, each["problem"]
+    assert each["specs"] == ["torch", "transformer_engine"]
+    assert each["difference"] < 1e-5 and each["read"] < 1e-5 and each["size"] > 1
+    assert each["norms"][1] == pytest.approx(each["norms"][0], rel=1e-6)
 
 
 @pytest.mark.slow

@@ -141,6 +141,7 @@ def test_attention_with_a_mask_is_what_cudas_kernel_for_masks_takes(
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spied)
     q, k, v = random_qkv(sum(lengths), 2)
+    sinks = None if sinks is None else sinks.to(q.device)
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     output = core(3, sinks)(q, k, v, packed_seq_params=packed_params(bounds))[:, 0]
     parts = zip(*(t.split(lengths) for t in (q, k, v)), strict=True)

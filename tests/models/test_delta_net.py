@@ -66,6 +66,10 @@ def test_decays_of_nearly_all_give_no_infinities() -> None:
     assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in tensors)
 
 
+def test_no_device_is_asked_how_many_tokens_there_are() -> None:
+    assert Chunks.of(LENGTHS, torch.device("meta")).places.shape == (sum(LENGTHS),)
+
+
 def test_first_chunks_come_first_and_those_of_the_longest_sequence_before_others() -> None:
     chunks = Chunks.of((2, CHUNK + 3, 2 * CHUNK + 1), torch.device("cpu"))
     assert (chunks.rows, chunks.steps) == (6, [3, 2, 1])

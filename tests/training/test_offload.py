@@ -308,6 +308,67 @@ def test_memory_of_the_host_serves_as_well(groups):
         assert _equal(role.state(), before)
 
 
+class CountedHost(MemoryHost):
+    """Host memory that counts what is copied into it."""
+
+    puts = 0
+
+    def put(self, blocks):
+        self.puts += 1
+        super().put(blocks)
+
+
+@pytest.mark.parametrize(("name", "copies"), [(None, 2), ("adam", 6)])  # two parts, once or three times
+def test_weights_that_nobody_changed_are_copied_to_the_host_once(groups, name, copies):
+    hosts = []
+
+    def make_host():
+        hosts.append(CountedHost(pinned=False))
+        return hosts[-1]
+
+    role = Role(groups, name, torch.bfloat16, make_host=make_host)
+    before = role.state()
+    for _ in range(3):
+        role.offload.sleep()
+        role.offload.wake()
+        role.logprobs()
+        assert _equal(role.state(), before)
+    assert sum(host.puts for host in hosts) == copies
+
+
+def _checkpoint(role):
+    role.model.load_state_dict(
+        {name: value + 1 for name, value in role.model.state_dict().items() if value is not None}
+    )
+
+
+def _parameter(role):
+    with torch.no_grad():
+        list(role.model.parameters())[-1].add_(1)
+
+
+CHANGES = {
+    "a parameter": _parameter,
+    "a checkpoint": _checkpoint,
+    "a buffer": lambda role: role.model.routing_bias.mul_(2),
+    "a buffer's memory": lambda role: setattr(role.model.routing_bias, "data", role.model.routing_bias * 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_weights_that_changed_are_copied_to_the_host_again(groups, change):
+    role = Role(groups, None, torch.bfloat16, make_host=lambda: MemoryHost(pinned=False))
+    role.offload.sleep()
+    role.offload.wake()
+    before = role.state()
+    change(role)
+    changed = role.state()
+    assert not _equal(before, changed)
+    role.offload.sleep()
+    role.offload.wake()
+    assert _equal(role.state(), changed)
+
+
 @pytest.mark.host_only  # elsewhere there is memory beside the device, and no file
 def test_a_role_that_cannot_be_put_away_stays_awake(groups):
     role = Role(groups, "adam", torch.float32, make_host=lambda: FileHost(Path("/dev/full")))

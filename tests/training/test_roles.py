@@ -185,7 +185,7 @@ def test_frozen_routers_stay_as_they_are_and_the_rest_learns(rank, spec, experts
 
 def test_a_reference_is_refreshed_from_the_actor_bit_for_bit(rank, spec, folder):
     rank.build("actor", dataclasses.replace(spec, offload=("params",)))
-    rank.build("reference", RoleSpec(folder, "float32", spec.temperature))
+    rank.build("reference", RoleSpec(folder, "float32", spec.temperature, offload=("params",)))
     one_update(rank)
     [shard], _ = shards([examples(LENGTHS, VOCAB)])
     assert not np.array_equal(rank.logprobs("reference", shard)[0][0], rank.logprobs("actor", shard)[0][0])
