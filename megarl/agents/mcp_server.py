@@ -18,7 +18,7 @@ from megarl.agents.environment import EnvironmentFailedError
 from megarl.agents.patience import within
 from megarl.core.errors import UserError
 from megarl.core.log import get_logger
-from megarl.data.chat import parse_arguments
+from megarl.data.calls import parse_arguments
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -19,7 +19,8 @@ from megarl.agents.environment import Message
 from megarl.agents.tools import ToolCall
 from megarl.core.errors import TemplateRefusalError
 from megarl.core.types import TokenArray
-from megarl.data.chat import Tokenizer, apply_template, encode_behind, parse_arguments, special_ids
+from megarl.data.calls import parse_arguments
+from megarl.data.chat import Tokenizer, apply_template, encode_behind, special_ids
 from megarl.data.spelled import APART, Spelled
 
 # Stands in for what the policy wrote. Templates trim a message, and look for their own marks in it.

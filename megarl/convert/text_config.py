@@ -15,6 +15,9 @@ from megarl.models.multimodal import Multimodal
 REASON_CHARACTERS = 300
 # Of RoPE on several axes: one position a token, as a text has it, is the same on each.
 _AXES = ("mrope_section", "mrope_interleaved")
+# Keys that no text part's own config class names, and that count all the same. Of others the family would make something that
+# the whole does not compute: Qwen3-VL knows no windows, and Qwen3 does.
+_HEARD = {"bos_token_id", "eos_token_id", "head_dim", SHARE}
 
 
 def text_config(fields: Fields, multimodal: Multimodal) -> dict[str, Any]:
@@ -37,7 +40,9 @@ def text_config(fields: Fields, multimodal: Multimodal) -> dict[str, Any]:
             part["rope_parameters"] = _one_axis(part["rope_parameters"])
         kind = multimodal.text_types.get(part["model_type"], part["model_type"])
         if kind != part["model_type"]:
-            part = CONFIG_MAPPING[kind](**_spelled_out(part, kind)).to_dict()
+            passed_over = CONFIG_MAPPING[kind]().to_dict().keys() - type(whole.text_config)().to_dict().keys() - _HEARD
+            heard = {key: value for key, value in part.items() if key not in passed_over}
+            part = CONFIG_MAPPING[kind](**_spelled_out(heard, kind)).to_dict()
         common = PreTrainedConfig().to_dict()
     except Exception as error:  # which ones its checks raise, no documentation says
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON_CHARACTERS]

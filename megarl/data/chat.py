@@ -22,6 +22,7 @@ from megarl.core.json_file import read_object
 from megarl.core.loading import as_if_missing, distributions_as_asked, without_collection
 from megarl.core.transformers_models import models_as_remembered
 from megarl.core.types import TokenArray
+from megarl.data.calls import CALLS, parsed_calls, with_arguments_as_text
 from megarl.data.rows import Row, json_type
 
 Tokenizer = Any  # transformers.PreTrainedTokenizerBase, which has no type information
@@ -30,7 +31,6 @@ Message = dict[str, Any]
 DEVELOPER = "developer"  # the system, where a template does not know it
 ROLES = ("system", DEVELOPER, "user", "assistant", "tool")
 SYSTEMS = ("system", DEVELOPER)
-CALLS = "tool_calls"  # of a message
 TOOLS = "tools"  # of a row
 BLANKS = ("\u2581", "\u0120")  # how SentencePiece writes one, and byte-level BPE
 LINE = "\n"
@@ -153,41 +153,13 @@ def check_messages(value: object, row: Row, key: str) -> list[Message]:
             raise UserError(f"{where}: {json_type(message)}; {want}.")
         kept = {name: part for name, part in message.items() if part is not None and part != []}
         if calls := kept.get(CALLS):
-            kept |= {"content": kept.get("content", ""), CALLS: _parsed_calls(row.said(calls), where)}
+            kept |= {"content": kept.get("content", ""), CALLS: parsed_calls(row.said(calls), where)}
         for part in ("role", "content"):
             if not isinstance(kept.get(part), str):
                 found = f"{json_type(message[part])}" if part in message else "missing"
                 raise UserError(f"{where}: {part!r} is {found}, and must be a string; {want}.")
         messages.append(kept)
     return messages
-
-
-def _parsed_calls(calls: object, where: str) -> list[dict[str, Any]]:
-    """Calls with arguments as an object: OpenAI's API has a JSON string."""
-    want = 'wanted is a list like [{"type": "function", "function": {"name": "...", "arguments": {...}}}]'
-    if not isinstance(calls, list):
-        raise UserError(f"{where}: {CALLS!r} is {json_type(calls)}; {want}.")
-    parsed = []
-    for call in calls:
-        function = call.get("function", call) if isinstance(call, dict) else call
-        if not isinstance(function, dict):
-            raise UserError(f"{where}: {CALLS!r} has {json_type(function)}; {want}.")
-        if isinstance(text := function.get("arguments"), str):
-            try:
-                arguments = parse_arguments(text)
-            except ValueError as error:
-                raise UserError(f"{where}: the arguments of a call are no JSON object ({error}); {want}.") from error
-            function = {**function, "arguments": arguments}
-        parsed.append({**call, "function": function} if "function" in call else function)
-    return parsed
-
-
-def parse_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call of a tool, as OpenAI's API writes them; an empty text is none. Raises ValueError."""
-    arguments = from_json(text or "{}")
-    if not isinstance(arguments, dict):
-        raise ValueError(f"they are {json_type(arguments)}")
-    return arguments
 
 
 def row_tools(row: Row) -> list[dict[str, Any]]:
@@ -267,9 +239,16 @@ def apply_template(
         text = str(shown(list(messages), add_generation_prompt=generation_prompt))
     except Exception as error:  # a template is code of the model's authors
         roles = ", ".join(str(message["role"]) for message in messages)
-        raise TemplateRefusalError(
+        refusal = TemplateRefusalError(
             f"the model's chat template refuses these messages ({error}); their roles are {roles}."
-        ) from error
+        )
+        if not any(message.get(CALLS) for message in messages):
+            raise refusal from error
+        messages = with_arguments_as_text(messages)  # as DeepSeek's templates have them, which know no others
+        try:
+            text = str(shown(messages, add_generation_prompt=generation_prompt))
+        except Exception:  # that was not it
+            raise refusal from error
     if generation_prompt or closed:
         return text
     return text.removesuffix(_closing(tokenizer, text, messages, shown))

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.data.chat import CALLS, Message
+from megarl.data.calls import CALLS
+from megarl.data.chat import Message
 from megarl.data.rows import Row
 
 # What reasoning stands under in a message, by its writer; and what ends it within the content: of Qwen, DeepSeek, GLM and

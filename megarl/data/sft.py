@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from megarl.core.errors import UserError
 from megarl.core.types import TokenArray
+from megarl.data.calls import CALLS
 from megarl.data.chat import (
-    CALLS,
     Message,
     Tokenizer,
     behind_turn,

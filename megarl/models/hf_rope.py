@@ -145,6 +145,15 @@ def read_layered_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope]
             )
     else:
         everywhere, local = fields.part("rope_scaling"), Fields({}, fields.path)
+        if "rope_type" not in everywhere.raw and _kind(everywhere) != "default":
+            everywhere.refuse(
+                "type",
+                _kind(everywhere),
+                "in rope_scaling, rope_type is wanted in its place: where layers differ in RoPE, transformers passes over the "
+                "older name, and scales nothing",
+            )
+    # Of objects for kinds of layers, transformers does not hear what stands outside.
+    fields = Fields({key: value for key, value in fields.raw.items() if key != ORIGINAL}, fields.path)
     ropes = (
         _rope(fields, everywhere, fields.raw.get("rope_theta", default_theta)),
         _rope(fields, local, fields.get("rope_local_base_freq", LOCAL_THETA)),

@@ -96,8 +96,8 @@ def write_config(source: Path, target: Path, dtype: str, config: ModelConfig) ->
     raw.update({key: dtype for key in ("dtype", "torch_dtype") if key in raw} or {"dtype": dtype})
     for key in (QUANTIZATION, CODE):
         raw.pop(key, None)
-    if "model_type" in raw:
-        raw["model_type"] = FAMILIES[config.architecture].model_types[0]  # which needs no code of its own
+    # It needs no code of its own, and without it transformers and servers know no model.
+    raw["model_type"] = FAMILIES[config.architecture].model_types[0]
     if isinstance(raw["architectures"], str):
         raw["architectures"] = [raw["architectures"]]  # as transformers wants it
     if config.head == "score":

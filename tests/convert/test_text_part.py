@@ -227,6 +227,17 @@ def test_what_a_text_part_leaves_unsaid_is_not_what_its_family_does(tmp_path):
     assert torch.equal(text_logits(tmp_path / "text", IDS), text_logits(whole, IDS))
 
 
+def test_what_the_whole_passes_over_its_text_part_does_not_hear(tmp_path):
+    """Qwen3-VL knows no sliding windows, and Qwen3 does."""
+    whole = make(tmp_path / "whole", QWEN3, False, "older")
+    raw = json.loads((whole / "config.json").read_text())
+    raw["text_config"] |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
+    (whole / "config.json").write_text(json.dumps(raw))
+    take(whole, tmp_path / "text")
+    assert load_model_config(tmp_path / "text").window is None
+    assert torch.equal(text_logits(tmp_path / "text", IDS), text_logits(whole, IDS))
+
+
 def test_a_gemma_that_names_its_pattern(tmp_path):
     whole = make(tmp_path / "whole", "Gemma3ForConditionalGeneration", True, "older")
     raw = json.loads((whole / "config.json").read_text())

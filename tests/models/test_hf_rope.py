@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig
 
 from megarl.core.errors import UserError
 from megarl.models.config import Rope
@@ -156,6 +156,17 @@ def test_layers_of_two_kinds_in_either_generation() -> None:
     bare = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     for raw in ({"rope_parameters": new}, old, bare):
         assert read_layered_rope(Fields(POSITIONS | raw, PATH), 1e6) == expected
+
+
+def test_of_layers_of_two_kinds_what_transformers_passes_over_is_refused_or_passed_over() -> None:
+    older = {"rope_scaling": {"type": "linear", "factor": 8.0}}
+    assert Gemma3TextConfig(**older).rope_parameters["full_attention"]["rope_type"] == "default"
+    with pytest.raises(UserError, match=r"type is 'linear'; in rope_scaling, rope_type is wanted in its place"):
+        read_layered_rope(Fields(POSITIONS | older, PATH), 1e6)
+    outside = {"original_max_position_embeddings": 16, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}
+    theirs = Gemma3TextConfig(**outside).rope_parameters["full_attention"]
+    read_everywhere, _ = read_layered_rope(Fields(POSITIONS | outside, PATH), 1e6)
+    assert read_everywhere.original_positions == theirs["original_max_position_embeddings"] == 8192
 
 
 def test_layers_of_two_kinds_are_not_stretched_by_yarn() -> None:

@@ -116,6 +116,13 @@ def test_an_export_needs_no_code_of_its_own(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(target)
 
 
+def test_an_export_says_its_model_type_whether_or_not_the_source_did(source: Path, tmp_path: Path) -> None:
+    raw = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: raw[key] for key in raw if key != "model_type"}))
+    write_config(tmp_path / "config.json", tmp_path / "config.json", "float32", load_model_config(source))
+    assert json.loads((tmp_path / "config.json").read_text()) == raw
+
+
 def test_a_reward_model_of_gemma_has_the_name_that_transformers_gives_it(tmp_path: Path) -> None:
     """Under the other name, which exports had, it is read too."""
     source, target = write_tiny_model(tmp_path / "source", "gemma3"), tmp_path / "target"

@@ -24,6 +24,8 @@ PUBLISHED = {
     "Qwen/Qwen1.5-MoE-A2.7B": 14.3,
     "Qwen/Qwen2-57B-A14B": 57.4,
     "Qwen/Qwen3-Next-80B-A3B-Instruct": 79.67,
+    "Qwen/Qwen3.5-9B": 9,
+    "Qwen/Qwen3.5-35B-A3B": 35,
     "meta-llama/Llama-3.1-8B-Instruct": 8.03,
     "meta-llama/Llama-3.1-70B-Instruct": 70.6,
     "microsoft/phi-4": 14.7,
@@ -36,6 +38,8 @@ PUBLISHED = {
     "zai-org/GLM-4.5-Air": 106,
     "zai-org/GLM-4.5": 355,
     "zai-org/GLM-4.7-Flash": 30,
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": 36,
+    "MiniMaxAI/MiniMax-M2": 230,
 }
 # Of a token's pass, without both vocabulary matrices.
 ACTIVE = {
@@ -47,6 +51,8 @@ ACTIVE = {
     "zai-org/GLM-4.5-Air": 12,
     "zai-org/GLM-4.5": 32,
     "zai-org/GLM-4.7-Flash": 3,
+    "Qwen/Qwen3.5-35B-A3B": 2,
+    "MiniMaxAI/MiniMax-M2": 10,
 }
 
 
