@@ -216,8 +216,10 @@ def _torch_namespace() -> ModuleType:
 
 def _norm(tensor: torch.Tensor, *order: Any, **options: Any) -> torch.Tensor:
     if order or options or tensor.numel() <= PIECE:
-        return torch.norm(tensor, *order, **options)
-    return torch.norm(torch.stack(torch._foreach_norm(tensor.flatten().split(PIECE))))
+        norm: torch.Tensor = torch.norm(tensor, *order, **options)
+    else:
+        norm = torch.norm(torch.stack(torch._foreach_norm(tensor.flatten().split(PIECE))))
+    return norm
 
 
 def _cuda_namespace() -> ModuleType:
