@@ -107,11 +107,21 @@ def drawn_by_row(simple: Callable[..., Tensor], filtered: Callable[..., Any]) ->
     """
 
     def draw(
-        probs: Tensor, top_ks: Tensor, top_ps: Tensor, min_ps: Tensor, need_min_p: bool, seed: Tensor | None, *more: Any
+        probs: Tensor,
+        top_ks: Tensor,
+        top_ps: Tensor,
+        min_ps: Tensor,
+        need_min_p: bool,
+        seed: Tensor | None,
+        positions: Tensor,
+        *,
+        return_filtered_probs: bool = False,
     ) -> Tensor:
-        found: Tensor = filtered(probs, top_ks, top_ps, min_ps, need_min_p, seed, *more)
+        if return_filtered_probs:  # which megarl's requests never ask for
+            raise NotImplementedError("the tokens that filters leave are not told in deterministic mode on a CPU")
+        found: Tensor = filtered(probs, top_ks, top_ps, min_ps, need_min_p, seed, positions)
         whole = (top_ks >= probs.shape[-1]) & (top_ps >= 1)
-        found = torch.where(whole, simple(probs, seed, *more), found)
+        found = torch.where(whole, simple(probs, seed, positions), found)
         return torch.where(top_ks == 1, probs.argmax(-1).to(found.dtype), found)
 
     return draw

@@ -26,7 +26,8 @@ def main() -> None:
 
     def filtered(rows: Tensor) -> Tensor:
         return sampler.top_k_top_p_min_p_sampling_from_probs_torch(
-            probs[rows].clone(), top_ks[rows], top_ps[rows], 0 * top_ps[rows], False, seeds[rows], positions[rows]
+            *(probs[rows].clone(), top_ks[rows], top_ps[rows], 0 * top_ps[rows], False, seeds[rows], positions[rows]),
+            return_filtered_probs=False,  # as SGLang says it
         )
 
     every = torch.arange(40)
