@@ -5,7 +5,9 @@
   - factory functions take device="cuda" as the CPU;
   - `torch.distributed.all_to_all_single` takes split sizes given as tensors (the MoE dispatcher leaves them on the CPU);
   - `torch.distributed.all_gather` and `reduce_scatter` take parts of different lengths, as NCCL does and gloo does not
-    (the MoE dispatcher under expert-tensor parallel).
+    (the MoE dispatcher under expert-tensor parallel);
+  - `torch.norm` adds up long tensors piece by piece: on CPUs torch's own loses more with each element, 0.2% of the norm of
+    30 million and 1% of that of 100 million, by which gradients would be clipped.
 Gradients and parameters of a data-parallel group of one rank do not go through gloo: it would copy them in threads of its own,
 each with OpenMP threads of its own, and where a process has more of these than cores, libgomp lets them sleep at each pause
 (`GOMP_SPINCOUNT`): a step of one rank on two cores takes 1.3 times as long.
@@ -34,6 +36,7 @@ from megarl.models import cpu_rope
 from megarl.models.megatron_torch_adam import check_version
 
 CPU = torch.device("cpu")
+PIECE = 1 << 16  # elements that torch's own norm adds up to 1e-6 of it
 MARK = "_megarl_cpu"
 
 # Importing these loads every module of megatron.core that megarl uses.
@@ -205,9 +208,18 @@ def _torch_namespace() -> ModuleType:
     namespace.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
     for name in FACTORIES:
         setattr(namespace, name, _on_cpu(getattr(torch, name)))
+    namespace.norm = _norm  # type: ignore[attr-defined]
     namespace.cuda = _cuda_namespace()  # type: ignore[attr-defined]
     namespace.distributed = _distributed_namespace()  # type: ignore[attr-defined]
     return namespace
+
+
+def _norm(tensor: torch.Tensor, *order: Any, **options: Any) -> torch.Tensor:
+    if order or options or tensor.numel() <= PIECE:
+        norm: torch.Tensor = torch.norm(tensor, *order, **options)
+    else:
+        norm = torch.norm(torch.stack(torch._foreach_norm(tensor.flatten().split(PIECE))))
+    return norm
 
 
 def _cuda_namespace() -> ModuleType:

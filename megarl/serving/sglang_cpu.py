@@ -141,6 +141,14 @@ def _allow_attention() -> None:
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
+def draw_by_row() -> None:
+    """Have SGLang's seeded sampler draw each row's token whatever the others of its batch ask for."""
+    sampler: Any = importlib.import_module("sglang.srt.layers.sampler")
+    name = "top_k_top_p_min_p_sampling_from_probs_torch"
+    drawn_by_row = importlib.import_module("megarl.serving.sglang_cpu_invariant").drawn_by_row
+    setattr(sampler, name, drawn_by_row(sampler.sampling_from_probs_torch, getattr(sampler, name)))
+
+
 def _finish_kernels() -> None:
     """Answer who waits for CUDA's kernels: there are none. SGLang does before and after it hashes its weights."""
     importlib.import_module("torch").cuda.synchronize = _nothing_to_wait_for
@@ -242,6 +250,7 @@ def load(*, deterministic: bool = False, lora: bool = False) -> None:
         keep_mapped()
         if deterministic:
             _allow_attention()
+            draw_by_row()
         attention = importlib.import_module("megarl.serving.sglang_cpu_attention")
         attention.install(None if deterministic else _prepare)
         gc.freeze()

@@ -3,7 +3,7 @@
 In deterministic mode a token's numbers must not depend on what else is in its batch. On a CPU they do in two ways. A matrix
 product takes another kernel for few rows than for many; and functions such as log are computed for eight or sixteen numbers at
 once, and a little differently for what is left over at the end of a tensor. So products run in blocks of rows whose results
-were found to agree bit for bit, and tensors are filled up to whole vectors.
+were found to agree bit for bit, and tensors are filled up to whole vectors. The sampler, too, has rows draw by themselves.
 
 Attention needs nothing: SGLang's torch_native backend computes each request alone. Written for one thread a process, as
 the platform starts servers. For SGLang's deterministic mode on `cpu` alone.
@@ -95,6 +95,36 @@ def elementwise(function: Callable[..., Tensor], values: Tensor, **options: Any)
     flat = _filled_up(values.contiguous().view(-1), -values.numel() % VECTOR)
     whole: Tensor = function(flat, **options, out=torch.empty_like(flat))
     return whole[: values.numel()].view(values.shape)
+
+
+def drawn_by_row(simple: Callable[..., Tensor], filtered: Callable[..., Any]) -> Callable[..., Any]:
+    """SGLang's seeded sampler of top-k and top-p, such that a row's token does not depend on what other rows ask for.
+
+    One row that asks for a filter, or is greedy, has SGLang sort all rows by probability: the noise that else belongs to a token
+    then belongs to a rank, and who draws from all tokens draws another one.
+
+    simple, filtered: SGLang's samplers of batches in which no row, and in which some row, is filtered.
+    """
+
+    def draw(
+        probs: Tensor,
+        top_ks: Tensor,
+        top_ps: Tensor,
+        min_ps: Tensor,
+        need_min_p: bool,
+        seed: Tensor | None,
+        positions: Tensor,
+        *,
+        return_filtered_probs: bool = False,
+    ) -> Tensor:
+        if return_filtered_probs:  # which megarl's requests never ask for
+            raise NotImplementedError("the tokens that filters leave are not told in deterministic mode on a CPU")
+        found: Tensor = filtered(probs, top_ks, top_ps, min_ps, need_min_p, seed, positions)
+        whole = (top_ks >= probs.shape[-1]) & (top_ps >= 1)
+        found = torch.where(whole, simple(probs, seed, positions), found)
+        return torch.where(top_ks == 1, probs.argmax(-1).to(found.dtype), found)
+
+    return draw
 
 
 def _filled_up(values: Tensor, count: int) -> Tensor:

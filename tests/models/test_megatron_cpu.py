@@ -11,6 +11,7 @@ from pathlib import Path
 
 import megatron.core.optimizer.optimizer as megatron_optimizer
 import megatron.core.parallel_state as megatron_state
+import megatron.core.utils as megatron_utils
 import pytest
 import torch
 
@@ -34,6 +35,13 @@ def test_megatron_makes_cuda_tensors_on_the_cpu_and_nobody_else_does() -> None:
     assert torch.ones(2).cuda().device.type == "cpu"
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(2, device="cuda")
+
+
+def test_the_norm_of_a_long_gradient_is_its_norm() -> None:
+    gradient = torch.randn(5_000_000, generator=torch.Generator().manual_seed(0))
+    exact = float(gradient.double().square().sum().sqrt())
+    norm, _ = megatron_utils.local_multi_tensor_l2_norm(0, None, [[gradient[:7], gradient[7:]]], False)
+    assert float(norm) == pytest.approx(exact, rel=2e-6)
 
 
 def test_only_megatrons_optimizers_are_told_that_a_tensor_is_of_cuda() -> None:

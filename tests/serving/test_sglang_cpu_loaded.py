@@ -13,8 +13,8 @@ import pytest
 from megarl.core.platform import get_platform
 
 # In processes of their own: SGLang's modules stay where they were imported.
-MODULES = [f"tests.serving.sglang_{name}" for name in ("norms", "linears", "names", "penalties", "scales")]
-NORMS, LINEARS, NAMES, PENALTIES, SCALES = MODULES
+MODULES = [f"tests.serving.sglang_{name}" for name in ("norms", "linears", "names", "penalties", "scales", "sampler")]
+NORMS, LINEARS, NAMES, PENALTIES, SCALES, SAMPLER = MODULES
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +64,8 @@ def test_a_repetition_penalty_is_computed_at_once(found: dict[str, Any]) -> None
 
 def test_a_server_that_waits_for_fp8_on_blackwell_leaves_its_scales_as_they_come(found: dict[str, Any]) -> None:
     assert found[SCALES] == ""
+
+
+def test_a_seeded_token_does_not_depend_on_what_others_of_the_batch_ask_for(found: dict[str, Any]) -> None:
+    """A greedy answer beside it had a sample draw another first token."""
+    assert found[SAMPLER] == ""

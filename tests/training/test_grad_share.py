@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megarl.recipe.roles import Lora
+from megarl.training.grad_share import _squares
 from megarl.training.rank import Rank
 from megarl.training.spec import NEARLY_ALL, RewardObjective, RoleSpec
 from tests.support.tiny import write_tiny_qwen
@@ -42,6 +43,12 @@ def gradients(folder: Path) -> dict[str, torch.Tensor]:
     model = torch_loop.load(folder)
     torch_loop.loss(model, MINI).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_squares_of_long_gradients_are_theirs() -> None:
+    gradients = [torch.ones(3), torch.randn(5_000_000, generator=torch.Generator().manual_seed(0)), torch.zeros(0)]
+    expected = [float(each.double().square().sum()) for each in gradients]
+    assert _squares(gradients).tolist() == pytest.approx(expected, rel=4e-5)
 
 
 def share(gradient: torch.Tensor, everything: dict[str, torch.Tensor]) -> float:
