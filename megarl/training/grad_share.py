@@ -23,9 +23,7 @@ from megarl.training.spec import NEARLY_ALL
 
 # Rows of these are tokens of the vocabulary, which tensor parallel cuts in order.
 BY_TOKEN = ("word_embeddings.weight", "output_layer.weight")
-PIECE = (
-    1 << 20
-)  # elements of a norm: on CPUs torch's float32 sums of squares lose more with each element, 1% of 100 million
+PIECE = 1 << 20  # elements of a norm: on CPUs torch's float32 loses more with each element, 1% of 100 million
 
 
 @dataclass(frozen=True)
