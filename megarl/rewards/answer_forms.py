@@ -34,6 +34,7 @@ _TOWER = re.compile(r"\d\s*\^\s*\{?\s*\(?\d+\s*\^")
 _EXPONENT = re.compile(r"(\S)\s*\^\s*\{?\s*[+-]?(\d+)")
 _FACTORIAL = re.compile(r"(\d+)\s*!|\\[dt]?binom\s*\{?\s*(\d+)")
 _SERIES = re.compile(r"\\(?:sum|prod|i*int|oint|lim|Gamma)(?![A-Za-z])")
+_BASE = re.compile(r"\d_\{?(\d+)\}?[$.\s]*$")
 _MODULUS = re.compile(r"\(?\s*\\?[bp]?mod\b\s*\{?\s*\d+\s*\}?\s*\)?")
 _EQUALS = re.compile(r"(?<![!<>:\\])=")
 _NUMBER = re.compile(r"\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|\d+(?:,\d{3})*(?:\.\d+)?(?:\s*/\s*\d+)?|\.\d+")
@@ -59,6 +60,9 @@ def by_text(found: str, wanted: str) -> bool | None:
     """Whether two answers are equal, where their text alone decides; None where algebra may."""
     if any(form.search(text) for form in (_DOTS, _SIDE_BY_SIDE) for text in (found, wanted)):
         return same_text(found, wanted)
+    bases = [_BASE.search(text) for text in (found, wanted)]
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
+        return False  # to algebra a name's index, of which it makes nothing behind a number
     words = [_WRAPPED.sub(r"\1", text).removesuffix(".") for text in (found, wanted)]
     same = words[0].casefold() == words[1].casefold()
     if all(_WORD.fullmatch(word) for word in words):

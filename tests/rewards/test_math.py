@@ -149,6 +149,7 @@ def test_what_is_equal(left: str, right: str) -> None:
         ("1,2", "1,2,2"),
         (r"\{0,1\}", "(0,1)"),
         ("5 million", "5"),
+        ("123_5", "123_{6}"),
     ],
 )
 def test_what_is_not_equal(left: str, right: str) -> None:
