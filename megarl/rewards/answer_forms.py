@@ -35,7 +35,7 @@ _EXPONENT = re.compile(r"(\S)\s*\^\s*\{?\s*[+-]?(\d+)")
 _FACTORIAL = re.compile(r"(\d+)\s*!|\\[dt]?binom\s*\{?\s*(\d+)")
 _SERIES = re.compile(r"\\(?:sum|prod|i*int|oint|lim|Gamma)(?![A-Za-z])")
 _BASE = re.compile(r"\d_\{?(\d+)\}?[$.\s]*$")
-_MODULUS = re.compile(r"\(?\s*\\?[bp]?mod\b\s*\{?\s*\d+\s*\}?\s*\)?")
+_MODULUS = re.compile(r"\(\s*\\?[bp]?mod\b\s*\{?\s*\d+\s*\}?\s*\)")
 _EQUALS = re.compile(r"(?<![!<>:\\])=")
 _NUMBER = re.compile(r"\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|\d+(?:,\d{3})*(?:\.\d+)?(?:\s*/\s*\d+)?|\.\d+")
 _DENIED = re.compile(

@@ -167,6 +167,7 @@ def test_what_is_not_equal(left: str, right: str) -> None:
         "23 -> 17",
         "x=17。23",
         r"\neq 17",
+        r"23 \bmod 17",
         r"\ge 17",
         r"23 \text{ final answer is } $17$. I hope",
     ],
