@@ -26,6 +26,7 @@ MISSING = object()  # where nothing stands, not even null
 COMMAND_LINE = "on the command line"
 # Deeper than any recipe: only an alias that holds itself gets there.
 DEEPEST = 20
+MOST_KEYS = 100_000  # and only aliases of aliases make more of them
 _FLOAT = re.compile(
     r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:e[-+]?[0-9]+)?|[0-9]+e[-+]?[0-9]+|\.inf)$|\.nan$", re.IGNORECASE
 )
@@ -224,7 +225,7 @@ def _convert(loader: _Loader, node: yaml.Node, file: Path | None, keys: Keys, tr
             origin = Origin(file, node.start_mark.line + 1)
             raise UserError(f"Cannot read the value of {'.'.join(keys)} ({origin}): {_problem(error)}.") from None
     values: dict[str, Any] = {}
-    if len(keys) > DEEPEST:
+    if len(keys) > DEEPEST or len(tree.origins) > MOST_KEYS:
         raise UserError(f"{Origin(file, node.start_mark.line + 1)}: `{'.'.join(keys[:3])}...` is nested without end.")
     for key_node, value_node in node.value:
         origin = Origin(file, key_node.start_mark.line + 1)

@@ -34,6 +34,14 @@ _TOWER = re.compile(r"\d\s*\^\s*\{?\s*\(?\d+\s*\^")
 _EXPONENT = re.compile(r"(\S)\s*\^\s*\{?\s*[+-]?(\d+)")
 _FACTORIAL = re.compile(r"(\d+)\s*!|\\[dt]?binom\s*\{?\s*(\d+)")
 _SERIES = re.compile(r"\\(?:sum|prod|i*int|oint|lim|Gamma)(?![A-Za-z])")
+_BASE = re.compile(r"\d_\{?(\d+)\}?[$.\s]*$")
+_MODULUS = re.compile(r"\(\s*\\?[bp]?mod\b\s*\{?\s*\d+\s*\}?\s*\)")
+_EQUALS = re.compile(r"(?<![!<>:\\])=")
+_NUMBER = re.compile(r"\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|\d+(?:,\d{3})*(?:\.\d+)?(?:\s*/\s*\d+)?|\.\d+")
+_DENIED = re.compile(
+    r"\\(?:n?[lg]eq?(?:slant|q)?|neq?|not|notin|neg|[lg]t|ll|gg)(?![A-Za-z])|[<>≠≤≥¬!^_]|\b(?:not|no|nor|never|or|and)\b",
+    re.IGNORECASE,
+)
 MOST_CHARACTERS, MOST_EXPONENT, MOST_POWER, MOST_FACTORIAL = 1000, 10_000, 100, 2000
 
 
@@ -52,6 +60,9 @@ def by_text(found: str, wanted: str) -> bool | None:
     """Whether two answers are equal, where their text alone decides; None where algebra may."""
     if any(form.search(text) for form in (_DOTS, _SIDE_BY_SIDE) for text in (found, wanted)):
         return same_text(found, wanted)
+    bases = [_BASE.search(text) for text in (found, wanted)]
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
+        return False  # to algebra a name's index, of which it makes nothing behind a number
     words = [_WRAPPED.sub(r"\1", text).removesuffix(".") for text in (found, wanted)]
     same = words[0].casefold() == words[1].casefold()
     if all(_WORD.fullmatch(word) for word in words):
@@ -75,6 +86,12 @@ def costly(text: str) -> bool:
             return True
     numbers = (match[1] or match[2] for match in _FACTORIAL.finditer(text))
     return any(len(number) > 6 or int(number) > MOST_FACTORIAL for number in numbers)
+
+
+def has_one_number(text: str) -> bool:
+    """Whether a text has one number, behind any `=`, and says that it is the answer: `P(X>2) = 0.5`, `A. 5`."""
+    sides = _EQUALS.split(_MODULUS.sub("", text))
+    return len(sides) <= 2 and len(_NUMBER.findall(sides[-1])) == 1 and not _DENIED.search(sides[-1])
 
 
 def has_series(text: str) -> bool:

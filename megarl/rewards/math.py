@@ -13,7 +13,17 @@ from functools import cache
 from typing import Any
 
 from megarl.data.answers import BOXED, Answer, accepted, final_answer
-from megarl.rewards.answer_forms import by_text, cases_apart, costly, has_series, parts, plain, same_text
+from megarl.rewards.answer_forms import (
+    MOST_CHARACTERS,
+    by_text,
+    cases_apart,
+    costly,
+    has_one_number,
+    has_series,
+    parts,
+    plain,
+    same_text,
+)
 
 MOST_PARTS = 20  # of a list that is compared part by part
 DIGITS, EXACT, NEAR = 60, 1e-40, 1e-5
@@ -35,8 +45,8 @@ def math(prompt: str, response: str, answer: Answer, metadata: dict[str, Any]) -
 
 def equal(found: str, wanted: str) -> bool:
     """Whether two final answers are the same number, expression, list, set or interval."""
-    if found == wanted:
-        return True
+    if found == wanted or len(found) > MOST_CHARACTERS:  # of a policy: patterns and algebra would be at it for minutes
+        return same_text(found, wanted)
     found, wanted = plain(found), plain(wanted)
     found_integer, wanted_integer = _integer(found), _integer(wanted)
     if found_integer is not None and wanted_integer is not None:
@@ -65,12 +75,29 @@ def _same_parts(found: list[str], wanted: list[str]) -> bool:
 
 def _algebra(found: str, wanted: str) -> bool:
     """What math-verify says, and that numbers are as close as they have to be."""
-    parse, verify = _math_verify()
-    parsed_wanted = parse(f"{BOXED}{wanted}}}", parsing_timeout=None)
-    parsed_found = parse(f"{BOXED}{found}}}", parsing_timeout=None)
-    if not verify(parsed_wanted, parsed_found, timeout_seconds=None):
-        return False
-    return "%" in found + wanted or _close(parsed_found, parsed_wanted)
+    _, verify = _math_verify()
+    try:
+        parsed_wanted, parsed_found = _parsed(wanted), _parsed(found)
+        if not verify(parsed_wanted, parsed_found, timeout_seconds=None):
+            return False
+        return "%" in found + wanted or _close(parsed_found, parsed_wanted)
+    except (
+        Exception
+    ):  # sympy raises anything, such as at `17 \\mod 23`: that is a wrong answer, and no failure of the grader
+        return same_text(found, wanted)
+
+
+def _parsed(text: str) -> list[Any]:
+    """What math-verify reads in an answer: an expression, where there is one, and its text.
+
+    What is no LaTeX to it, it looks through for the last number: of `2 \\lor 3` it would be 3. It may where that is the only one.
+    """
+    parse, _ = _math_verify()
+    boxed = f"{BOXED}{text}}}"
+    found: list[Any] = parse(boxed, [_whole()], extraction_mode="first_match", parsing_timeout=None)
+    if all(isinstance(each, str) for each in found) and has_one_number(text):
+        return list(parse(boxed, parsing_timeout=None))
+    return found
 
 
 def _close(found: list[Any], wanted: list[Any]) -> bool:
@@ -91,6 +118,14 @@ def _close(found: list[Any], wanted: list[Any]) -> bool:
     # What comes to zero by roots that cancel each other has no digits that count.
     scale = EXACT if 0 in numbers else max(map(abs, numbers))
     return bool(abs(numbers[0] - numbers[1]) <= EXACT * scale)
+
+
+@cache
+def _whole() -> Any:
+    """Says that an answer is all that stands in its box, and no sentence that is to be looked through."""
+    from math_verify import LatexExtractionConfig
+
+    return LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0)
 
 
 @cache

@@ -30,7 +30,7 @@ from megarl.models.hf_save import CONFIG, FULL, write_config
 from megarl.models.hf_weights import BUFFERS
 from megarl.recipe.roles import Lora, Optimizer
 from megarl.recipe.section import Section
-from megarl.training.checkpoint_files import RankStrategy
+from megarl.training.checkpoint_files import RankStrategy, check_metadata
 from megarl.training.manifest import HF_FOLDER, MANIFEST, Manifest, read_manifest
 from megarl.training.optimizer_state import OptimizerState
 
@@ -191,6 +191,7 @@ def load_checkpoint(folder: Path, chunks: Sequence[Module], optimizer: Any | Non
         raise UserError(
             f"{folder} holds no distributed checkpoint: name the folder that a run's checkpoint was saved to."
         )
+    check_metadata(folder)
     manifest, state = read_manifest(folder), OptimizerState(optimizer)
     state.check_readable(manifest, folder)
     for chunk in chunks:

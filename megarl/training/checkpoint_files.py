@@ -10,6 +10,7 @@ Import only after `models.bootstrap.prepare_megatron`.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,28 @@ from torch.distributed.checkpoint.filesystem import (
     SerializationFormat,
     _write_item,
 )
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megarl.core.errors import UserError
+from megarl.core.log import get_logger
 from megarl.training.manifest import TensorEntry
+
+log = get_logger(__name__)
+
+METADATA, EXTRA = ".metadata", "_extra_state"
+# What a checkpoint's `.metadata` is made of: torch's records, and of other modules these names.
+RECORDS = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
+NAMED = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    ("pathlib", "PosixPath"),
+    ("collections", "OrderedDict"),
+}
 
 
 class RankWriter(FileSystemWriterAsync):  # type: ignore[misc]
@@ -156,6 +173,40 @@ class RankStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         return entries
 
 
+class _Names(pickle.Unpickler):
+    """Reads what stands in a checkpoint's `.metadata`, and nothing that runs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What the file names. Raises UserError for what no checkpoint needs."""
+        if module in RECORDS or (module, name) in NAMED or (module == "torch" and "." not in name):
+            found = super().find_class(module, name)
+            own = isinstance(found, type) and found.__module__ == module
+            if (module, name) in NAMED or isinstance(found, torch.dtype) or (module in RECORDS and own):
+                return found
+        raise UserError(f"it names {module}.{name}, which is nothing that a checkpoint is made of")
+
+
+def check_metadata(folder: Path) -> None:
+    """See that a checkpoint's `.metadata`, a pickle that torch opens as it is, only says where tensors are.
+
+    Raises UserError: it, or what it says is to be opened as a pickle, may run anything. What is broken is told by who reads it.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            stored = _Names(file).load().state_dict_metadata
+        pickled = [name for name, each in stored.items() if isinstance(each, BytesStorageMetadata)]
+        if odd := [name for name in pickled if EXTRA not in name]:
+            raise UserError(f"it has {odd[0]} as a pickle, and no tensor")
+    except UserError as error:
+        raise UserError(
+            f"{path}: {error}. It was not written by megarl, and opening it may run somebody's code. "
+            "Take the model as an HF folder."
+        ) from None
+    except Exception:  # a pickle that is cut short raises anything, and Megatron says so of this folder
+        log.debug("%s cannot be read", path, exc_info=True)
+
+
 class _Reader(FileSystemReader):
     """Reads the metadata once: it names every tensor, and would be read again for each of them."""
 
@@ -166,6 +217,7 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What torch asks for at each load."""
         if self._metadata is None:
+            check_metadata(Path(self.path))
             self._metadata = super().read_metadata(*args, **kwargs)
         return self._metadata
 

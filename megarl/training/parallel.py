@@ -8,6 +8,7 @@ place that puts a layout's globals there, for as long as its role works. Import 
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from megarl.core.layout import Layout, Place, place
 from megarl.core.platform import Platform
@@ -130,13 +132,11 @@ def join_ranks(rank: int, world_size: int, platform: Platform, address: str, por
 
     timeout_s: longest wait for the other ranks, here and in every later collective.
     """
-    dist.init_process_group(
-        platform.backend,
-        init_method=f"tcp://{address}:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    timeout = timedelta(seconds=timeout_s)
+    # torch's own listens on all interfaces and asks nobody who he is: where the ranks find each other anybody could write.
+    listener = socket.create_server((address, port)).detach() if rank == 0 else None
+    store = TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listener)
+    dist.init_process_group(platform.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def make_groups(layout: Layout, *, timeout_s: float, seed: int) -> Groups:

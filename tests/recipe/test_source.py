@@ -93,6 +93,10 @@ def test_override_goes_over_the_file_and_opens_sections(tmp_path: Path) -> None:
         ("base: 3\n", r"a\.yaml:1: `base` must be the path"),
         ("base: nowhere.yaml\n", r"There is no base of .*a\.yaml \(named at .*a\.yaml:1\) at .*nowhere\.yaml"),
         (f"a: {'[' * 2000}\n", r"a\.yaml: this is not YAML: maximum recursion depth exceeded"),
+        (
+            "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{p: *a{n - 1}, q: *a{n - 1}}}\n" for n in range(1, 30)),
+            r"a\.yaml:\d+: `a\d+\.[pq]\.[pq]\.\.\.` is nested without end",
+        ),
         ("a: &x {b: *x}\n", r"a\.yaml:1: `a\.b\.b\.\.\.` is nested without end"),
         ("a: &x [*x]\n", r"Cannot read the value of a "),
         ("? [1]\n: 2\n", r"a\.yaml:1: a key must be a plain word"),

@@ -149,10 +149,42 @@ def test_what_is_equal(left: str, right: str) -> None:
         ("1,2", "1,2,2"),
         (r"\{0,1\}", "(0,1)"),
         ("5 million", "5"),
+        ("123_5", "123_{6}"),
     ],
 )
 def test_what_is_not_equal(left: str, right: str) -> None:
     assert not equal(left, right) and not equal(right, left)
+
+
+@pytest.mark.parametrize(
+    "hedged",
+    [
+        r"23 \lor 17",
+        "23 | 17",
+        "x=17|23",
+        r"23 \\ 17",
+        r"23 \Rightarrow 17",
+        "23 -> 17",
+        "x=17。23",
+        r"\neq 17",
+        r"23 \bmod 17",
+        r"\ge 17",
+        r"23 \text{ final answer is } $17$. I hope",
+    ],
+)
+def test_a_box_that_says_more_than_its_last_number_is_not_that_number(hedged: str) -> None:
+    """math-verify looks through what it cannot read as a whole for the last number, or the first."""
+    assert math("", rf"\boxed{{{hedged}}}", "17", {}) == 0.0
+    assert math("", r"\boxed{17}", hedged, {}) == 0.0
+
+
+@pytest.mark.parametrize("marked", [r"\approx 17", "A. 17", r"17 \text{ (mod 23)}", r"10 apples + 7 apples = 17"])
+def test_the_only_number_of_a_text_is_the_answer(marked: str) -> None:
+    assert math("", rf"\boxed{{{marked}}}", "17", {}) == 1.0
+
+
+def test_what_algebra_raises_at_is_wrong_and_no_failure() -> None:
+    assert math("", r"\boxed{17 \mod 23}", "17", {}) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -164,6 +196,8 @@ def test_what_is_not_equal(left: str, right: str) -> None:
         "(x+1)^{2000}",
         r"\sum_{k=1}^{10000000}\frac1{k^2}",
         "1000000!",
+        "0" * 20_000 + ",1",
+        "0" * 20_000 + "x",
         "1+" * 500 + "1",
     ],
 )

@@ -1,12 +1,16 @@
 import errno
+import io
 import json
 import os
+import pickle
 import resource
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from megarl.core.errors import MegarlError, UserError
@@ -162,6 +166,41 @@ def test_a_file_that_cannot_be_read_is_told_without_traces(rank, folder, tmp_pat
     with pytest.raises(MegarlError, match=rf"could not be read\. {said}.*`megarl convert inspect`") as error:
         rank.load("reference", tmp_path)
     assert "Traceback" not in str(error.value)
+
+
+class Runs:
+    """What a stranger puts into a pickle."""
+
+    def __init__(self, proof):
+        self.proof = proof
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.proof),)
+
+
+@pytest.mark.parametrize(
+    ("opened", "said"), [("at once", "names posix.mkdir"), ("later", "as a pickle, and no tensor")]
+)
+def test_a_checkpoint_of_somebody_s_runs_nothing(rank, folder, tmp_path, opened, said):
+    """torch opens `.metadata` as a pickle, and whatever is said there to be one."""
+    proof = tmp_path / "proof"
+    rank.build("reference", RoleSpec(folder, "float32"))
+    rank.save("reference", tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    if opened == "at once":
+        metadata.planner_data = Runs(proof)
+    else:
+        written = io.BytesIO()
+        torch.save(Runs(proof), written)
+        (tmp_path / "__0_0.distcp").write_bytes(written.getvalue())
+        name, index = next((each.fqn, each) for each in metadata.storage_data)
+        metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        stored = replace(metadata.storage_data.pop(index), offset=0, length=len(written.getvalue()))
+        metadata.storage_data[MetadataIndex(name)] = stored
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UserError, match=said):
+        rank.load("reference", tmp_path)
+    assert not proof.exists()
 
 
 def test_a_folder_without_a_checkpoint_is_refused(rank, folder, tmp_path):

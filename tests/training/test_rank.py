@@ -105,6 +105,17 @@ def test_the_port_where_ranks_meet_is_the_first_ones_until_they_have_met(rank, p
     assert again._meet is None
 
 
+def test_the_ranks_meet_at_their_address_alone(rank, platform):
+    """Whoever reaches the store, which asks for no key, says where the ranks find each other."""
+    again = Rank(0, 1, platform.name, seed=1)
+    port = again.free_port()
+    rank.close()
+    again.rendezvous("127.0.0.1", port, timeout_s=30)
+    socket.create_connection(("127.0.0.1", port), timeout=10).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=10)
+
+
 def test_a_rank_can_close_and_meet_again(rank, folder, platform):
     again = Rank(0, 1, platform.name, seed=1)
     rank.close()
