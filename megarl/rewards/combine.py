@@ -85,7 +85,7 @@ class Graders:
         """
         members = {
             name: Weighted(
-                _open(settings, reward, reward.key_of(name), episodes=episodes),
+                _open(settings, reward, reward.key_of(name), tell, episodes=episodes),
                 settings.weight,
                 f"{name} ({settings.kind})",
                 reward.timeout_s if isinstance(settings, Rule) else settings.timeout_s,
@@ -177,23 +177,31 @@ class Graders:
         self._look_later()
 
 
-def _open(settings: Settings, reward: Reward, key: str, *, episodes: bool) -> Grader:
+def _open(settings: Settings, reward: Reward, key: str, tell: Callable[[str], None], *, episodes: bool) -> Grader:
     if isinstance(settings, Rule):
         return GraderPool(settings.fn, reward.workers, reward.timeout_s, key=f"{key}.fn")
     if isinstance(settings, Code):
         return CodeGrader(settings)
     if isinstance(settings, Judge):
-        client = _client(f"{settings.url}/chat/completions", settings, key)
+        client = _client(f"{settings.url}/chat/completions", settings, key, tell)
         judge = JudgeForm(settings, compile_template(settings.template, f"{key}.template"))
         return SingleGrader(client, judge, settings.concurrency)
     if isinstance(settings, Classify):
         tokenizer = open_tokenizer(settings.tokenizer, f"{key}.tokenizer")
         form = ClassifyForm(tokenizer, settings.output, episodes=episodes)
-        return SingleGrader(_client(f"{settings.url}/classify", settings, key), form, settings.concurrency)
-    client = _client(settings.url, settings, key)
+        return SingleGrader(_client(f"{settings.url}/classify", settings, key, tell), form, settings.concurrency)
+    client = _client(settings.url, settings, key, tell)
     return RemoteGrader(client, batch=settings.batch, concurrency=settings.concurrency)
 
 
-def _client(url: str, settings: HttpGrader, key: str) -> JsonClient:
+def _client(url: str, settings: HttpGrader, key: str, tell: Callable[[str], None]) -> JsonClient:
     secret = read_key(settings.key_env, key)
-    return JsonClient(url, secret, timeout_s=settings.timeout_s, retries=settings.retries)
+    return JsonClient(
+        url,
+        secret,
+        timeout_s=settings.timeout_s,
+        retries=settings.retries,
+        retry_for_s=settings.retry_for_s,
+        section=key,
+        tell=tell,
+    )
