@@ -161,9 +161,9 @@ class Tests(Pool):
 class Poster:
     """In the place of what posts to remote graders and judges."""
 
-    def __init__(self, book: Book, url: str, key: str | None, *, timeout_s: float, retries: int, **_: object) -> None:
+    def __init__(self, book: Book, url: str, key: str | None, *, timeout_s: float, **keys: Any) -> None:
         self.url, self._book, self._in_flight, self.well_since = url, book, 0, -math.inf
-        book.note("poster", url, key, timeout_s, retries)
+        book.note("poster", url, key, timeout_s, keys["retries"], keys["retry_for_s"])
 
     async def post(self, body: dict[str, Any], *, waits: bool = True) -> Any:
         """A judge's reply, or a number for each item."""
