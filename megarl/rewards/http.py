@@ -61,19 +61,21 @@ class JsonClient:
         timeout_s: float,
         retries: int,
         retry_for_s: float = 0.0,
+        known: bool = False,
         section: str = "",
         tell: Callable[[str], None] = log.warning,
         backoff_s: float = 0.5,
     ) -> None:
         """key: sent as a bearer token. timeout_s: of one attempt. retries: further attempts.
 
-        retry_for_s: how long a server that is gone or busy is asked again, whatever `retries` says. section: where the recipe
-        says so, for messages. tell: takes a line for people.
+        retry_for_s: how long a server that is gone or busy is asked again, whatever `retries` says. known: it was there before,
+        so that this holds of a probe as well. section: where the recipe says so, for messages. tell: takes a line for people.
         """
         self.url = url
         self._key = key
         self._timeout_s = timeout_s
         self._retries = retries
+        self._known = known
         self._outage = Outage(retry_for_s, f"{section}.retry_for_s", tell)
         self._backoff_s = backoff_s
         self._session: aiohttp.ClientSession | None = None
@@ -83,11 +85,11 @@ class JsonClient:
         """When an outage that people were told of ended, by `time.monotonic`; infinity while there is one."""
         return self._outage.over_at
 
-    async def post(self, body: object, *, waits: bool = True) -> Any:
+    async def post(self, body: object, *, probes: bool = False) -> Any:
         """What the server answers. Values that JSON does not know (dates, bytes, numbers that are not finite) travel as text.
 
-        waits: for a server that is gone or busy. Raises CallError: no answer in time, no connection, a status other than 200,
-        or an answer that is not JSON or too long.
+        probes: it only asks whether the server is there: one that is not known may have a wrong address, and is not waited for.
+        Raises CallError: no answer in time, no connection, a status other than 200, or an answer that is not JSON or too long.
         """
         try:
             data = _encoded(body)
@@ -100,7 +102,7 @@ class JsonClient:
                 return await self._in_time(data, last)
             except _AgainError as error:
                 left_s = 0.0
-                if error.gone and waits:
+                if error.gone and (self._known or not probes):
                     since = min(since, time.monotonic())
                     left_s = self._outage.left_s(since)
                 if attempt >= self._retries and left_s <= 0:

@@ -49,7 +49,7 @@ class RemoteGrader:
     async def start(self) -> None:
         """Have the server grade nothing: it is there, takes the key and speaks the protocol. Raises MegarlError."""
         try:
-            _rewards(await self._client.post({"items": []}, waits=False), 0)
+            _rewards(await self._client.post({"items": []}, probes=True), 0)
         except CallError as error:
             raise MegarlError(str(error)) from None
 

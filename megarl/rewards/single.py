@@ -43,7 +43,7 @@ class SingleGrader:
     async def start(self) -> None:
         """Ask once: somebody is there, takes the key and answers in this form. Raises MegarlError."""
         try:
-            await self._ask(self._form.probe(), waits=False)
+            await self._ask(self._form.probe(), probes=True)
         except (CallError, TemplateRefusalError) as error:
             raise MegarlError(str(error)) from None
 
@@ -74,8 +74,8 @@ class SingleGrader:
         """End the connections; requests under way fail."""
         await self._client.close()
 
-    async def _ask(self, body: dict[str, Any], *, waits: bool = True) -> Any:
-        answer = await self._client.post(body, waits=waits)
+    async def _ask(self, body: dict[str, Any], *, probes: bool = False) -> Any:
+        answer = await self._client.post(body, probes=probes)
         try:
             return self._form.reply(answer, body)
         except ValueError as error:

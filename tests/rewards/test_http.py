@@ -160,18 +160,21 @@ def test_an_answer_that_is_wrong_by_itself_is_not_an_outage(status: int, asked: 
     assert answer == f"error: {fake.url} answered {status}: no" and len(fake.bodies) == asked
 
 
-def test_who_only_asks_whether_a_server_is_there_waits_for_none() -> None:
+@pytest.mark.parametrize(("known", "asked"), [(False, 2), (True, 10)])
+def test_whether_a_server_is_there_is_waited_for_where_it_was_known(known: bool, asked: int) -> None:
     async def go() -> tuple[str, int]:
         async with FakeGrader(*[(503, "loading")] * 9) as fake:
-            client = JsonClient(fake.url, None, timeout_s=9.0, retries=1, retry_for_s=30.0, backoff_s=0.001)
+            client = JsonClient(
+                fake.url, None, timeout_s=9.0, retries=1, retry_for_s=30.0, known=known, backoff_s=0.001
+            )
             try:
-                with pytest.raises(CallError) as caught:
-                    await client.post("x", waits=False)
-                return str(caught.value).removeprefix(f"error: {fake.url} "), len(fake.bodies)
-            finally:
-                await client.close()
+                said = str(await client.post("x", probes=True))
+            except CallError as error:
+                said = str(error)
+            await client.close()
+            return said.replace(fake.url, "it"), len(fake.bodies)
 
-    assert asyncio.run(go()) == ("answered 503: loading", 2)
+    assert asyncio.run(go()) == ("{'echo': 'x'}" if known else "error: it answered 503: loading", asked)
 
 
 @contextlib.asynccontextmanager

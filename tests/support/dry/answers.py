@@ -165,7 +165,7 @@ class Poster:
         self.url, self._book, self._in_flight, self.well_since = url, book, 0, -math.inf
         book.note("poster", url, key, timeout_s, keys["retries"], keys["retry_for_s"])
 
-    async def post(self, body: dict[str, Any], *, waits: bool = True) -> Any:
+    async def post(self, body: dict[str, Any], *, probes: bool = False) -> Any:
         """A judge's reply, or a number for each item."""
         self._in_flight += 1
         self._book.note("post", self.url, str(body), self._in_flight)
