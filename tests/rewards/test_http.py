@@ -220,8 +220,9 @@ def test_a_server_that_is_started_again_is_waited_for_and_people_are_told_until_
         async with served(port):
             found = [await client.post("x")]
         asked = [asyncio.create_task(client.post("x")) for _ in range(20)]
-        while not told:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            while not told:
+                await asyncio.sleep(0.01)
         well.append(client.well_since)
         async with served(port):
             found += await asyncio.gather(*asked)
