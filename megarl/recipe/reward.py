@@ -75,9 +75,12 @@ class Rule(GraderSection):
 class HttpGrader(GraderSection):
     """What graders behind an address have."""
 
-    timeout_s: PositiveFloat = Field(60.0, description="deadline of one request, its retries included, seconds")
-    retries: Annotated[int, Field(ge=0)] = Field(
-        3, description="further attempts where there is no connection, or the answer is 429 or 5xx"
+    timeout_s: PositiveFloat = Field(60.0, description="deadline of one attempt of a request, seconds")
+    retries: Annotated[int, Field(ge=0)] = Field(3, description="further attempts where the answer is 5xx")
+    retry_for_s: Annotated[float, Field(ge=0)] = Field(
+        300.0,
+        description="how long a server that is gone or busy (no connection, 429, 502, 503, 504) is asked again, seconds; past "
+        "it the grades that wait have failed",
     )
     concurrency: PositiveInt = Field(64, description="most requests in flight; others wait, outside of their deadline")
     key_env: Variable | None = Field(

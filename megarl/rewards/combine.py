@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megarl.core.errors import MegarlError
@@ -78,14 +79,19 @@ class Graders:
         self._failed: set[str] = set()  # of whose first failure people were told: the step's line comes late
 
     @classmethod
-    def open(cls, reward: Reward, tell: Callable[[str], None] = log.warning, *, episodes: bool = False) -> Graders:
+    def open(
+        cls, reward: Reward, tell: Callable[[str], None] = log.warning, *, episodes: bool = False, known: bool = False
+    ) -> Graders:
         """The graders that a recipe asks for; `start` starts them. Raises UserError, as `check_graders` does.
 
-        episodes: what they grade are episodes, with all that was said in their metadata.
+        episodes: what they grade are episodes, with all that was said in their metadata. known: those behind an address were
+        there before, and `start` waits for one that is gone.
         """
         members = {
             name: Weighted(
-                _open(settings, reward, reward.key_of(name), episodes=episodes),
+                _open(
+                    settings, reward, reward.key_of(name), partial(_client, tell=tell, known=known), episodes=episodes
+                ),
                 settings.weight,
                 f"{name} ({settings.kind})",
                 reward.timeout_s if isinstance(settings, Rule) else settings.timeout_s,
@@ -177,23 +183,39 @@ class Graders:
         self._look_later()
 
 
-def _open(settings: Settings, reward: Reward, key: str, *, episodes: bool) -> Grader:
+def _open(
+    settings: Settings,
+    reward: Reward,
+    key: str,
+    client_of: Callable[[str, HttpGrader, str], JsonClient],
+    *,
+    episodes: bool,
+) -> Grader:
     if isinstance(settings, Rule):
         return GraderPool(settings.fn, reward.workers, reward.timeout_s, key=f"{key}.fn")
     if isinstance(settings, Code):
         return CodeGrader(settings)
     if isinstance(settings, Judge):
-        client = _client(f"{settings.url}/chat/completions", settings, key)
+        client = client_of(f"{settings.url}/chat/completions", settings, key)
         judge = JudgeForm(settings, compile_template(settings.template, f"{key}.template"))
         return SingleGrader(client, judge, settings.concurrency)
     if isinstance(settings, Classify):
         tokenizer = open_tokenizer(settings.tokenizer, f"{key}.tokenizer")
         form = ClassifyForm(tokenizer, settings.output, episodes=episodes)
-        return SingleGrader(_client(f"{settings.url}/classify", settings, key), form, settings.concurrency)
-    client = _client(settings.url, settings, key)
+        return SingleGrader(client_of(f"{settings.url}/classify", settings, key), form, settings.concurrency)
+    client = client_of(settings.url, settings, key)
     return RemoteGrader(client, batch=settings.batch, concurrency=settings.concurrency)
 
 
-def _client(url: str, settings: HttpGrader, key: str) -> JsonClient:
+def _client(url: str, settings: HttpGrader, key: str, *, tell: Callable[[str], None], known: bool) -> JsonClient:
     secret = read_key(settings.key_env, key)
-    return JsonClient(url, secret, timeout_s=settings.timeout_s, retries=settings.retries)
+    return JsonClient(
+        url,
+        secret,
+        timeout_s=settings.timeout_s,
+        retries=settings.retries,
+        retry_for_s=settings.retry_for_s,
+        known=known,
+        section=key,
+        tell=tell,
+    )

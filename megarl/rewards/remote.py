@@ -49,7 +49,7 @@ class RemoteGrader:
     async def start(self) -> None:
         """Have the server grade nothing: it is there, takes the key and speaks the protocol. Raises MegarlError."""
         try:
-            _rewards(await self._client.post({"items": []}), 0)
+            _rewards(await self._client.post({"items": []}, probes=True), 0)
         except CallError as error:
             raise MegarlError(str(error)) from None
 
@@ -69,7 +69,7 @@ class RemoteGrader:
 
     def oldest(self) -> UnderWay | None:
         """The batch that has been under way for longest, by its first response."""
-        return self._in_flight.oldest()
+        return self._in_flight.oldest(self._client.well_since)
 
     async def close(self) -> None:
         """Give up what is under way and end the connections."""

@@ -43,7 +43,7 @@ class SingleGrader:
     async def start(self) -> None:
         """Ask once: somebody is there, takes the key and answers in this form. Raises MegarlError."""
         try:
-            await self._ask(self._form.probe())
+            await self._ask(self._form.probe(), probes=True)
         except (CallError, TemplateRefusalError) as error:
             raise MegarlError(str(error)) from None
 
@@ -68,14 +68,14 @@ class SingleGrader:
 
     def oldest(self) -> UnderWay | None:
         """The request that has been under way for longest."""
-        return self._in_flight.oldest()
+        return self._in_flight.oldest(self._client.well_since)
 
     async def close(self) -> None:
         """End the connections; requests under way fail."""
         await self._client.close()
 
-    async def _ask(self, body: dict[str, Any]) -> Any:
-        answer = await self._client.post(body)
+    async def _ask(self, body: dict[str, Any], *, probes: bool = False) -> Any:
+        answer = await self._client.post(body, probes=probes)
         try:
             return self._form.reply(answer, body)
         except ValueError as error:

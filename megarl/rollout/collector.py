@@ -33,7 +33,7 @@ from megarl.rollout.batcher import Part
 from megarl.rollout.facts import GroupFacts
 from megarl.rollout.gate import Gate
 from megarl.rollout.handed import blocks_of, columns_of
-from megarl.rollout.journal import JOURNAL, Journal, Written
+from megarl.rollout.journal import JOURNAL, Journal, Written, steps_of
 from megarl.rollout.notices import Notices
 from megarl.rollout.pieces import Decode
 from megarl.rollout.sample_facts import eval_facts, group_facts
@@ -125,13 +125,15 @@ class Collector:
         if recipe.data.eval is not None:
             held_out = recipe.eval.asked(load(recipe.data.eval).prompts)
         notices = Notices()
+        # Where there are samples, a grader that is gone now was there, at this address.
+        begun = bool(steps_of(recipe.run.folder / JOURNAL)) or any(recipe.run.folder.glob("samples/step_*"))
         return cls(
             recipe,
             prompts=load(recipe.data.train),
             eval_prompts=held_out,
             # As long as a router or the only server takes to come back.
             client=ServerClient(router, attempts=ATTEMPTS + math.ceil(recipe.deadlines.start_s / LONGEST_BACKOFF_S)),
-            graders=Graders.open(recipe.reward, notices.tell, episodes=recipe.agent is not None),
+            graders=Graders.open(recipe.reward, notices.tell, episodes=recipe.agent is not None, known=begun),
             decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
             player=open_player(tokenizer) if open_player is not None else None,
             num_collectors=num_collectors,

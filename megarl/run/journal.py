@@ -81,7 +81,9 @@ HARMLESS = (
 )
 # Where a grader is and how it is asked, whatever its name: a server of rewards, and the folder of its tokenizer, may be on
 # another machine in every job.
-OF_GRADERS = re.compile(r"reward\.graders\.[^.]+\.(url|key_env|timeout_s|retries|concurrency|batch|tokenizer)")
+OF_GRADERS = re.compile(
+    r"reward\.graders\.[^.]+\.(url|key_env|timeout_s|retries|retry_for_s|concurrency|batch|tokenizer)"
+)
 # What becomes of a step that is not to be learned from. Steps that were done had none of it, or are made again as this now says:
 # whoever mends a run that stopped by `skip` or `rewind` goes on with its samples.
 TROUBLE = ("actor.optimizer.on_bad_gradient", "critic.optimizer.on_bad_gradient", "algorithm.on_logprob_diff")

@@ -49,7 +49,14 @@ _TRAINED = {
 }
 _FROZEN = {"offload": ["[params]"]}
 _ONLY = {"only": ["{data_source: a}"]}
-_HTTP = {"weight": ["0.5"], "timeout_s": ["5.0"], "retries": ["1"], "concurrency": ["2"], "key_env": ["GRADER_KEY"]}
+_HTTP = {
+    "weight": ["0.5"],
+    "timeout_s": ["5.0"],
+    "retries": ["1"],
+    "retry_for_s": ["9.0"],
+    "concurrency": ["2"],
+    "key_env": ["GRADER_KEY"],
+}
 
 
 def _under(section: str, values: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:

@@ -203,6 +203,20 @@ def test_a_grader_that_hangs_is_told_of_while_it_does(which: str, monkeypatch: p
     assert line == f"the grader mine ({which}) has been at a response to train.jsonl:17 for 0 s; its deadline is 1 s"
 
 
+def test_servers_that_were_there_before_are_waited_for_at_the_start() -> None:
+    async def go() -> tuple[int, int]:
+        busy = [(503, "loading")]
+        async with FakeRemote(*busy) as remote, FakeJudge(*busy) as judge:
+            graders = Graders.open(reward_of(remote.url, judge.url), known=True)
+            try:
+                await graders.start()
+            finally:
+                await graders.close()
+            return len(remote.bodies), len(judge.bodies)
+
+    assert asyncio.run(go()) == (2, 2)
+
+
 def test_what_waits_for_a_server_that_hangs_is_given_up() -> None:
     remote, judge = FakeRemote(None, *[HANG] * 99), FakeJudge(None, *[HANG] * 99)
     common = {"concurrency": 3, "timeout_s": 0.3}

@@ -14,7 +14,8 @@ import megarl
 from megarl.core.metrics import check_names
 from megarl.recipe.reward import Classify, Code, GraderSection, HttpGrader, Judge, Remote, Reward, Rule
 from megarl.rewards.grade import Grade, Item
-from megarl.rewards.http import LONGEST_PAUSE_S, JsonClient
+from megarl.rewards.http import GONE, LONGEST_PAUSE_S, JsonClient
+from megarl.rewards.patience import SILENT_S
 from megarl.rewards.question import TEMPLATE, read_score
 from megarl.rewards.remote import GATHER_S, RemoteGrader
 from megarl.rewards.resolve import PARAMETERS
@@ -85,7 +86,11 @@ def test_defaults_are_those_of_the_code() -> None:
     assert (
         JsonClient("http://h", None, timeout_s=1.0, retries=1)._backoff_s == 0.5 and "pauses from half a second" in PAGE
     )
-    assert f"double, up to {LONGEST_PAUSE_S:g} s" in PAGE
+    assert f"double, up to {LONGEST_PAUSE_S:g} s" in PAGE and f"After {SILENT_S:g} s a line says" in PAGE
+    assert (
+        f"(no connection, {', '.join(map(str, GONE))}) is asked again for `retry_for_s` ({judge.retry_for_s:g})" in PAGE
+    )
+    assert f"up to `retries` ({judge.retries}) times" in PAGE
     assert "`Score: N`, from 0 to 10" in PAGE and "Score: N" in TEMPLATE and "to 10 (" in TEMPLATE
     assert judge.parse is None and read_score("Score: 7", judge.parse, judge.scale).reward == 0.7
     assert Reward().fn == "math" and "`math`\ngrades" in PAGE

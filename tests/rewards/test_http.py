@@ -5,13 +5,17 @@ import contextlib
 import datetime
 import itertools
 import math
-from collections.abc import Iterable
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.rewards.http import CallError, JsonClient
+from megarl.rewards import patience
+from megarl.rewards.http import CallError, JsonClient, LateError
 from tests.support.fake_graders import DROP, HANG, Act, FakeGrader
 
 KEY = "secret-of-the-test"
@@ -131,10 +135,152 @@ def test_a_hang_ends_at_the_deadline() -> None:
     assert len(fake.bodies) == 1
 
 
-def test_the_deadline_is_over_all_attempts_and_the_server_says_how_long_to_wait() -> None:
-    answer, fake = called((429, "quota", {"Retry-After": "3600"}), timeout_s=0.3)
-    assert answer.endswith(f"within 0.3 s; before that: error: {fake.url} answered 429: quota")
-    assert len(fake.bodies) == 1
+def test_a_rate_limit_is_waited_for_as_the_server_says_within_the_time_for_outages() -> None:
+    began = time.monotonic()
+    answer, fake = called((429, "quota", {"Retry-After": "1"}), retries=0, retry_for_s=30.0)
+    assert answer == {"echo": {"body": "x"}} and time.monotonic() - began >= 1
+    answer, fake = called(
+        *[(429, "quota", {"Retry-After": "3600"})] * 2, retries=0, retry_for_s=0.2, section="reward.graders.tests"
+    )
+    assert answer == (
+        f"error: {fake.url} answered 429: quota; it has been gone or busy for 0 s, and is asked again for 0.2 s "
+        "(reward.graders.tests.retry_for_s)"
+    )
+    assert len(fake.bodies) == 2
+
+
+@pytest.mark.parametrize("act", [(429, ""), (502, ""), (503, "loading"), (504, ""), DROP])
+def test_a_server_that_is_gone_or_busy_is_asked_again_however_few_retries(act: Act) -> None:
+    assert called(*[act] * 5, retries=0, retry_for_s=30.0)[0] == {"echo": {"body": "x"}}
+
+
+@pytest.mark.parametrize(("status", "asked"), [(400, 1), (422, 1), (500, 3), (501, 3)])
+def test_an_answer_that_is_wrong_by_itself_is_not_an_outage(status: int, asked: int) -> None:
+    answer, fake = called(*[(status, "no")] * 9, retries=2, retry_for_s=30.0)
+    assert answer == f"error: {fake.url} answered {status}: no" and len(fake.bodies) == asked
+
+
+@pytest.mark.parametrize(("known", "asked"), [(False, 2), (True, 10)])
+def test_whether_a_server_is_there_is_waited_for_where_it_was_known(known: bool, asked: int) -> None:
+    async def go() -> tuple[str, int]:
+        async with FakeGrader(*[(503, "loading")] * 9) as fake:
+            client = JsonClient(
+                fake.url, None, timeout_s=9.0, retries=1, retry_for_s=30.0, known=known, backoff_s=0.001
+            )
+            try:
+                said = str(await client.post("x", probes=True))
+            except CallError as error:
+                said = str(error)
+            await client.close()
+            return said.replace(fake.url, "it"), len(fake.bodies)
+
+    assert asyncio.run(go()) == ("{'echo': 'x'}" if known else "error: it answered 503: loading", asked)
+
+
+@contextlib.asynccontextmanager
+async def served(port: int, answer: bytes | None = b'"well"') -> AsyncIterator[None]:
+    """A server at that port, and at its end its connections closed. answer: of each request; None: it says nothing."""
+    open_now: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_now.append(writer)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                if answer is not None:
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(answer), answer))
+                await reader.readexactly(3)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", port, reuse_address=True)
+    try:
+        yield
+    finally:
+        server.close()
+        for writer in open_now:
+            writer.close()
+
+
+def free_port() -> int:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return int(unused.getsockname()[1])
+
+
+def test_a_server_that_is_started_again_is_waited_for_and_people_are_told_until_when(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(patience, "SILENT_S", 0.05)
+
+    async def go() -> tuple[list[str], list[Any], list[float], str]:
+        told: list[str] = []
+        url = f"http://127.0.0.1:{(port := free_port())}"
+        client = JsonClient(
+            url, None, timeout_s=9.0, retries=0, retry_for_s=60.0, section="judge", tell=told.append, backoff_s=0.02
+        )
+        well = [client.well_since]
+        async with served(port):
+            found = [await client.post("x")]
+        asked = [asyncio.create_task(client.post("x")) for _ in range(20)]
+        async with asyncio.timeout(10):
+            while not told:
+                await asyncio.sleep(0.01)
+        well.append(client.well_since)
+        async with served(port):
+            found += await asyncio.gather(*asked)
+        well.append(client.well_since - time.monotonic())
+        await client.close()
+        return told, found, well, url
+
+    told, found, [before, during, after], url = asyncio.run(go())
+    assert found == ["well"] * 21
+    assert len(told) == 2, told  # once for all that wait
+    assert re.fullmatch(
+        rf"error: no answer from {url}: .*\. It is asked again until \d\d:\d\d:\d\d \(judge\.retry_for_s: 60 s\)",
+        told[0],
+    )
+    assert re.fullmatch(rf"{url} answers again, after \d s", told[1])
+    assert before == -math.inf and during == math.inf and -9 < after <= 0
+
+
+def test_an_outage_ends_for_all_at_once_and_later_requests_do_not_wait_for_it_again() -> None:
+    async def go() -> tuple[list[Any], float]:
+        client = JsonClient(
+            f"http://127.0.0.1:{free_port()}", None, timeout_s=9.0, retries=0, retry_for_s=0.4, backoff_s=0.02
+        )
+        failed = await asyncio.gather(*(client.post("x") for _ in range(3)), return_exceptions=True)
+        began = time.monotonic()
+        failed += await asyncio.gather(client.post("x"), return_exceptions=True)
+        took_s = time.monotonic() - began
+        await client.close()
+        return failed, took_s
+
+    failed, took_s = asyncio.run(go())
+    assert {type(each) for each in failed} == {LateError}  # so that those who wait behind them are given up
+    assert took_s < 0.3
+
+
+def test_what_a_server_had_taken_before_it_was_gone_is_asked_again() -> None:
+    """A machine that dies resets no connection: its requests are late, and others find nobody there."""
+
+    async def go() -> list[Any]:
+        client = JsonClient(
+            f"http://127.0.0.1:{(port := free_port())}",
+            None,
+            timeout_s=0.5,
+            retries=0,
+            retry_for_s=60.0,
+            backoff_s=0.02,
+        )
+        async with served(port, answer=None):
+            asked = [asyncio.create_task(client.post("x"))]
+            await asyncio.sleep(0.2)
+            client._outage.left_s(time.monotonic())  # as of another request that found nobody there
+            await asyncio.sleep(0.4)
+        async with served(port):
+            found = await asyncio.gather(*asked)
+        await client.close()
+        return found
+
+    assert asyncio.run(go()) == ["well"]
 
 
 def test_nobody_there_is_named() -> None:

@@ -23,8 +23,11 @@ from megarl.models.flops import train_flops
 from megarl.recipe.schema import Recipe
 from megarl.rewards.combine import Graders
 from megarl.rewards.grade import Item
+from megarl.rollout import collector as collector_module
+from megarl.rollout.collector import Collector
 from megarl.rollout.producer import Pace
 from megarl.rollout.seeds import request_seed
+from megarl.serving.client import ServerEndpoint
 from tests.models.configs import PLAIN
 from tests.rollout.samples import make_prompt
 from tests.support.fake_graders import FakeJudge, FakeRemote, in_thread
@@ -446,6 +449,30 @@ def graders_key(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("GRADERS_KEY", "secret-of-the-test")
     return "secret-of-the-test"
+
+
+@pytest.mark.parametrize("left", [None, "samples/step_000001.jsonl", "journal/step_000001-ab.sqlite"])
+def test_graders_of_a_run_that_goes_on_were_there_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str | None
+) -> None:
+    recipe, known = make_recipe(tmp_path), []
+
+    def opened(*_: object, **keys: bool) -> Graders:
+        known.append(keys["known"])
+        return Graders({})
+
+    monkeypatch.setattr(Graders, "open", opened)
+    monkeypatch.setattr(collector_module, "load_tokenizer", lambda *_: None)
+    monkeypatch.setattr(collector_module, "load_prompts", lambda *_, **__: PromptSet((make_prompt("p0"),), 0, 3))
+    if left is not None:
+        (recipe.run.folder / left).parent.mkdir(parents=True)
+        (recipe.run.folder / left).touch()
+
+    async def go() -> None:
+        await Collector.open(recipe, ServerEndpoint("router", "http://127.0.0.1:9", "")).close()
+
+    asyncio.run(go())
+    assert known == [left is not None]
 
 
 def test_several_graders_give_a_weighted_sum_and_are_logged_by_themselves(tmp_path: Path, graders_key: str) -> None:

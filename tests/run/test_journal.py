@@ -109,6 +109,7 @@ def test_a_grader_may_be_at_another_address_and_be_asked_otherwise(tmp_path: Pat
         "url": "http://10.0.0.9:8001",
         "timeout_s": 9.0,
         "retries": 9,
+        "retry_for_s": 9.0,
         "concurrency": 2,
         "batch": 4,
         "key_env": "A_KEY",

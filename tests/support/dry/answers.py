@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -160,11 +161,11 @@ class Tests(Pool):
 class Poster:
     """In the place of what posts to remote graders and judges."""
 
-    def __init__(self, book: Book, url: str, key: str | None, *, timeout_s: float, retries: int) -> None:
-        self.url, self._book, self._in_flight = url, book, 0
-        book.note("poster", url, key, timeout_s, retries)
+    def __init__(self, book: Book, url: str, key: str | None, *, timeout_s: float, **keys: Any) -> None:
+        self.url, self._book, self._in_flight, self.well_since = url, book, 0, -math.inf
+        book.note("poster", url, key, timeout_s, keys["retries"], keys["retry_for_s"])
 
-    async def post(self, body: dict[str, Any]) -> Any:
+    async def post(self, body: dict[str, Any], *, probes: bool = False) -> Any:
         """A judge's reply, or a number for each item."""
         self._in_flight += 1
         self._book.note("post", self.url, str(body), self._in_flight)
