@@ -92,7 +92,7 @@ def measure(
         with kept_port("127.0.0.1") as meet:
             port = int(meet.getsockname()[1])
             given = Job(platform.name, dtype, models, cases(count, tokens), count, port, deadline_s)
-            return measure_ranks(replace(given, **more))  # type: ignore[arg-type]
+            return measure_ranks(replace(given, **more), folder / "ranks.log")  # type: ignore[arg-type]
 
     if servers:
         console.print(f"{servers} servers of a small model", highlight=False)

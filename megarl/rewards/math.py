@@ -81,9 +81,7 @@ def _algebra(found: str, wanted: str) -> bool:
         if not verify(parsed_wanted, parsed_found, timeout_seconds=None):
             return False
         return "%" in found + wanted or _close(parsed_found, parsed_wanted)
-    except (
-        Exception
-    ):  # sympy raises anything, such as at `17 \\mod 23`: that is a wrong answer, and no failure of the grader
+    except Exception:  # sympy raises anything, as at `17 \\mod 23`: a wrong answer, and no failure of the grader
         return same_text(found, wanted)
 
 

@@ -33,11 +33,13 @@ def stuck(rank: int, asked: Job) -> None:
 
 def second_dies(rank: int, asked: Job) -> None:
     if rank == 1:
+        os.write(1, b"no room for me\n")
         os._exit(3)
     time.sleep(STUCK_S)
 
 
 def named_and_stuck(rank: int, asked: Job) -> None:
+    """The file of what it says is the pipe that its parent writes to."""
     sys.stdout.write(f"{os.getpid()}\n")
     sys.stdout.flush()
     time.sleep(STUCK_S)
