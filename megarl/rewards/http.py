@@ -12,7 +12,6 @@ import math
 import random
 import time
 from collections.abc import Callable
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.log import HIDDEN, get_logger
@@ -97,7 +96,8 @@ class JsonClient:
             raise CallError(f"error: what would be sent is not JSON: {error}") from None
         last = ""  # what came of the attempt before
         since = math.inf  # when this request first found the server gone or busy
-        for attempt in count():
+        attempt = 0
+        while True:
             try:
                 return await self._in_time(data, last)
             except _AgainError as error:
@@ -114,7 +114,7 @@ class JsonClient:
                     self._outage.tell(since, pause_s, str(error))
                 last = f"; before that: {error}"
                 await asyncio.sleep(pause_s)
-        raise AssertionError("there is always another attempt")
+                attempt += 1
 
     async def close(self) -> None:
         """End the connections."""

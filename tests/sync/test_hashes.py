@@ -82,7 +82,7 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
 @pytest.mark.parametrize(
     ("family", "overrides", "tps"),
     [
-        # Both sizes of all families but three: bench/weight_sync_layouts. The other two are below.
+        # Both sizes of qwen2, qwen3, qwen3_moe, llama, gemma3 and deepseek_v3, at every layout: bench/weight_sync_layouts.
         ("qwen2", {"vocab_size": 130, "tie_word_embeddings": True}, (1,)),
         ("llama", {"num_key_value_heads": 1}, (2,)),
         ("mistral", {}, (2,)),
@@ -97,17 +97,17 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ),
         ("mixtral", {}, (2,)),
         ("deepseek_v3", {}, (2,)),
-        ("glm4", {"intermediate_size": 80, "num_key_value_heads": 1}, (2,)),
+        ("glm4", {"intermediate_size": 80, "num_key_value_heads": 1}, (1, 2)),
         ("glm4_moe", {}, (2,)),  # by one rank: in bfloat16, below
-        ("glm4_moe_lite", {}, (2,)),
-        ("granite", {}, (2,)),
+        ("glm4_moe_lite", {}, (1, 2)),
+        ("granite", {}, (1, 2)),
         ("granitemoe", {"vocab_size": 130}, (2,)),
         ("olmo2", {"num_key_value_heads": 4}, (2,)),
-        ("olmo3", {"vocab_size": 130}, (2,)),
-        ("exaone4", {"vocab_size": 130}, (2,)),
-        ("smollm3", {"vocab_size": 130}, (2,)),
-        ("seed_oss", {"vocab_size": 130}, (2,)),
-        ("minimax_m2", {"vocab_size": 130}, (2,)),
+        ("olmo3", {"vocab_size": 130}, (1, 2)),
+        ("exaone4", {"vocab_size": 130}, (1, 2)),
+        ("smollm3", {"vocab_size": 130}, (1, 2)),
+        ("seed_oss", {"vocab_size": 130}, (1, 2)),
+        ("minimax_m2", {"vocab_size": 130}, (1, 2)),
         ("olmoe", {}, (1,)),
         ("gemma3", {"vocab_size": 130}, (2,)),
         ("gpt_oss", {"vocab_size": 130, "num_key_value_heads": 1}, (2,)),
