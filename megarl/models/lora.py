@@ -165,11 +165,6 @@ def merged(chunks: Sequence[Module]) -> Callable[[str, Tensor], Tensor]:
     return value
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a parameter, or an entry of a state dict, is an adapter's, by its name."""
-    return name.endswith((".lora_a", ".lora_b"))
-
-
 def initial_a(rank: int, width: int, seed: int, name: str) -> Tensor:
     """A whole A, [rank, width] float32: uniform within 1 / sqrt(width), which is PEFT's Kaiming with a = sqrt(5)."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()

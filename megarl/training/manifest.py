@@ -62,11 +62,6 @@ class Manifest:
     format: int = FORMAT
 
     @property
-    def has_optimizer(self) -> bool:
-        """Whether training can go on from it."""
-        return self.optimizer is not None
-
-    @property
     def num_bytes(self) -> int:
         """Of all files."""
         return sum(each.bytes for each in self.files.values())

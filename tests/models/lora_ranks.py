@@ -55,6 +55,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 RELOADED = {"pp full": "sp", "tp": "pp full"}
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a parameter, or an entry of a state dict, is an adapter's, by its name."""
+    return name.endswith((".lora_a", ".lora_b"))
+
+
 def settings_of(model: str) -> LoraSettings:
     """The adapters of a model: on everything that can have some."""
     # Routed experts have none.
@@ -214,7 +219,7 @@ def observe(case: Case, root: Path, groups: Any, target: Path) -> dict[str, Any]
 
     from megarl.models.hf_gather import Gatherer, export_buckets
     from megarl.models.hf_save import save_hf
-    from megarl.models.lora import adapters_off, is_adapter, merged
+    from megarl.models.lora import adapters_off, merged
     from megarl.models.peft import peft_tensors, save_peft
     from megarl.training.checkpoint_files import RankStrategy
 
@@ -253,8 +258,6 @@ def observe(case: Case, root: Path, groups: Any, target: Path) -> dict[str, Any]
 
 def adapter_state(chunk: Any) -> dict[str, Any]:
     """A chunk's adapters as Megatron's checkpoints know them."""
-    from megarl.models.lora import is_adapter
-
     return {name: entry for name, entry in chunk.sharded_state_dict(metadata={}).items() if is_adapter(name)}
 
 

@@ -22,7 +22,7 @@ from megarl.core.layout import Layout
 from megarl.core.ports import free_port
 from megarl.models.gpt import build_gpt
 from megarl.models.hf_config import load_model_config
-from megarl.models.lora import adapters_off, add_adapters, initial_a, is_adapter, merged
+from megarl.models.lora import adapters_off, add_adapters, initial_a, merged
 from megarl.models.lora_settings import TARGETS, LoraSettings, adaptable
 from megarl.models.peft import peft_config, peft_tensors, save_peft
 from megarl.training.parallel import Groups, close_ranks, join_ranks, make_groups
@@ -39,6 +39,7 @@ from tests.models.lora_ranks import (
     adapted,
     adapter_state,
     fill_b,
+    is_adapter,
     micro_batches,
     observe,
     score,
