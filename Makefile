@@ -5,9 +5,11 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-builtin-rules
 
-IS_3_11 := import sys; sys.exit(sys.version_info[:2] != (3, 11))
-PYTHON ?= $(shell for name in python3.11 python3 python; do \
-  $$name -c '$(IS_3_11)' 2>/dev/null && { echo $$name; exit; }; done; echo python3)
+# The lock holds for these: make lock compiles it for each. Of a package that SGLang pins (outlines-core) no wheel is for 3.13.
+PYTHONS := 3.11 3.12
+IS_KNOWN := import sys; sys.exit("%d.%d" % sys.version_info[:2] not in "$(PYTHONS)".split())
+PYTHON ?= $(shell for name in $(PYTHONS:%=python%) python3 python; do \
+  $$name -c '$(IS_KNOWN)' 2>/dev/null && { echo $$name; exit; }; done; echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
@@ -29,20 +31,20 @@ ONE_THREAD := OMP_NUM_THREADS=1
 help: ## This list
 	@printf 'megarl: make <target>\n\n'
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1|\2/' | column -t -s '|'
-	@printf '\nAnother interpreter for .venv: make setup PYTHON=/path/to/python3.11\n'
+	@printf '\nAnother interpreter for .venv: make setup PYTHON=/path/to/python3.12\n'
 
 setup: $(INSTALLED) ## Make .venv from requirements/cpu.lock, with pip alone; instant where it is up to date
 
 # Compiled on all cores, where pip takes one; files that are for another Python compile nowhere. Where Python writes no bytecode
 # each process of a run would else compile what it loads.
 $(INSTALLED):
-	@$(PYTHON) -c '$(IS_3_11)' 2>/dev/null || { \
-	  printf 'megarl: the packages are locked for Python 3.11, and "%s" is %s.\n' '$(PYTHON)' \
+	@$(PYTHON) -c '$(IS_KNOWN)' 2>/dev/null || { \
+	  printf 'megarl: the packages are locked for Python $(subst $() , or ,$(PYTHONS)), and "%s" is %s.\n' '$(PYTHON)' \
 	    "$$($(PYTHON) --version 2>/dev/null || echo 'no Python that runs')"; \
-	  printf 'Install Python 3.11 beside it and name it: make setup PYTHON=/path/to/python3.11\n'; exit 2; } >&2
+	  printf 'Install one of them beside it and name it: make setup PYTHON=/path/to/python3.12\n'; exit 2; } >&2
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
-	  printf 'megarl: "%s" cannot make virtual environments. On Debian and Ubuntu: apt install python3.11-venv\n' '$(PYTHON)'; \
-	  exit 2; } >&2
+	  printf 'megarl: "%s" cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv, or python3.12-venv\n' \
+	    '$(PYTHON)'; exit 2; } >&2
 	@echo "== installing into $(VENV) from $(LOCK); about 2 GB, once"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --no-deps --no-compile -r $(LOCK)
@@ -122,7 +124,10 @@ format: $(INSTALLED) ## Format the code, and mend what the linter can
 
 lock: ## Compile requirements/cpu.lock anew; needs uv (requirements/README.md)
 	@command -v uv >/dev/null || { echo 'megarl: compiling the lock needs uv; requirements/README.md says how' >&2; exit 2; }
-	cd requirements && uv pip compile cpu.in --override cpu-overrides.txt --python-version 3.11 --no-header --upgrade -o cpu.lock.new
+	cd requirements && uv pip compile cpu.in --override cpu-overrides.txt --python-version $(firstword $(PYTHONS)) --no-header --upgrade -o cpu.lock.new
+	cd requirements && for version in $(PYTHONS); do \
+	  uv pip compile cpu.in --override cpu-overrides.txt --python-version $$version --no-header --no-annotate -c cpu.lock.new --quiet \
+	  | diff <(grep -v '^ *#' cpu.lock.new) - >&2 || { echo "megarl: Python $$version wants other packages (above)" >&2; exit 1; }; done
 	{ echo '# Compiled from cpu.in and cpu-overrides.txt by `make lock`. Install with: pip install --no-deps -r requirements/cpu.lock'; \
 	  cat requirements/cpu.lock.new; } > $(LOCK)
 	rm requirements/cpu.lock.new
