@@ -28,6 +28,7 @@ from tests.support.forked_ranks import Ranks
 from tests.support.forked_servers import Copies
 from tests.support.hashes import differing, tensors_in
 from tests.support.platforms import chosen
+from tests.support.sglang_held import sums_of
 from tests.support.served import NEEDS, ON_DEVICES, HfModel
 from tests.support.tiny import longrope, write_tiny_model
 from tests.sync.hash_ranks import DEVICES, ROWS, Job
@@ -129,6 +130,35 @@ def test_what_servers_hold_of_every_family_is_known_and_what_they_compute_is_the
                 last.copy_(torch.nextafter(last, last + 1))
                 engine_name = f"{name} of rank" if server.tp > 1 else name
                 assert [each for each in differing(server, model, tensors=tensors) if engine_name in each] != []
+
+
+# Those of which no test asks a server of the other size; OLMoE's are of one rank alone.
+@pytest.mark.slow
+@pytest.mark.needs(*NEEDS)
+@pytest.mark.parametrize(
+    ("family", "overrides", "tp"),
+    [
+        ("mistral", {"vocab_size": 130}, 1),
+        ("ministral3", {"num_key_value_heads": 1}, 1),
+        ("mixtral", {"vocab_size": 130}, 1),
+        ("granitemoe", {"vocab_size": 130}, 1),
+        ("olmo2", {"num_key_value_heads": 4}, 1),
+        ("gpt_oss", {"vocab_size": 130, "num_key_value_heads": 1}, 1),
+        ("gpt_oss", {"vocab_size": 130, "num_key_value_heads": 1}, 2),
+        ("mixtral", {}, 2),
+    ],
+)
+def test_what_the_ranks_of_a_server_would_hold_is_known(
+    family: str, overrides: dict[str, Any], tp: int, copies: Copies, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", family, **overrides)
+    (tmp_path / "ranks").mkdir()
+    found = sums_of(copies, ServerSpec(model, "float32", tp=tp), tmp_path / "ranks")
+    config = load_model_config(model)
+    sums = ExpectedSums(config, [tp], torch.float32, chosen())
+    for name, tensor in tensors_in(model):
+        sums.add(name, tensor)
+    assert differences(sums.finish()[tp], found) == []
 
 
 @pytest.mark.slow
