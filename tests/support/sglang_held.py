@@ -23,7 +23,9 @@ def sums_of(copies: Copies, spec: ServerSpec, folder: Path) -> list[Sums]:
     """Hashes of every tensor, by rank. folder: an empty one. Fails with what SGLang said."""
     words, files = spec.words(chosen(), "127.0.0.1", 0), [folder / f"{rank}.json" for rank in range(spec.tp)]
     children = [
-        copies.call("tests.support.sglang_held:hold", words=words, rank=rank, store=str(folder / "store"), answer=str(file))
+        copies.call(
+            "tests.support.sglang_held:hold", words=words, rank=rank, store=str(folder / "store"), answer=str(file)
+        )
         for rank, file in enumerate(files)
     ]
     for child in children:
@@ -36,7 +38,9 @@ def hold(words: list[str], rank: int, store: str, answer: str) -> None:
     load = import_module("sglang.srt.configs.load_config").LoadConfig()
     config = joined(words, rank, Path(store))
     tp_size = import_module("sglang.srt.runtime_context").get_parallel().tp_size
-    config = import_module("sglang.srt.configs.update_config").adjust_config_with_unaligned_cpu_tp(config, load, tp_size)
+    config = import_module("sglang.srt.configs.update_config").adjust_config_with_unaligned_cpu_tp(
+        config, load, tp_size
+    )
     device = import_module("sglang.srt.configs.device_config").DeviceConfig("cpu", rank)
     model = import_module("sglang.srt.model_loader").get_model(
         model_config=config, load_config=load, device_config=device
