@@ -37,11 +37,15 @@ class Multimodal:
     """One architecture.
 
     model_type: by which transformers chooses it. text_types: the text part's model_type -> that of the family that it is.
+    says: keys of the family's config that the whole's has not, because it computes nothing else. stacked_experts: a layer's
+    lie in one tensor, and one by one in folders of the family; as published with rows and columns exchanged.
     """
 
     model_type: str
     prefixes: Prefixes
     text_types: Mapping[str, str] = field(default_factory=dict)
+    says: Mapping[str, object] = field(default_factory=dict)
+    stacked_experts: bool = False
 
     def text_name(self, name: str) -> str | None:
         """What a tensor is called in a folder of the text part; None where it is of another part."""
@@ -63,6 +67,9 @@ MULTIMODALS: Mapping[str, Multimodal] = MappingProxyType(
         "Qwen2VLForConditionalGeneration": Multimodal("qwen2_vl", _QWEN2, {"qwen2_vl_text": "qwen2"}),
         "Qwen2_5_VLForConditionalGeneration": Multimodal("qwen2_5_vl", _QWEN2, {"qwen2_5_vl_text": "qwen2"}),
         "Qwen3VLForConditionalGeneration": Multimodal("qwen3_vl", _NEWER, {"qwen3_vl_text": "qwen3"}),
+        "Qwen3VLMoeForConditionalGeneration": Multimodal(
+            "qwen3_vl_moe", _NEWER, {"qwen3_vl_moe_text": "qwen3_moe"}, {"norm_topk_prob": True}, stacked_experts=True
+        ),
         "Qwen3_5ForConditionalGeneration": Multimodal("qwen3_5", _NEWER),
         "Qwen3_5MoeForConditionalGeneration": Multimodal("qwen3_5_moe", _NEWER),
         "Glm4vForConditionalGeneration": Multimodal("glm4v", _NEWER, {"glm4v_text": "glm4"}),

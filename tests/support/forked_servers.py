@@ -7,7 +7,6 @@ survives no fork.
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import os
 import select
@@ -173,8 +172,6 @@ def main() -> None:
     from megarl.serving import sglang_cpu
 
     sglang_cpu.load()
-    import_module("sglang.srt.models.registry")  # and with it all models that are built, in no copy again
-    gc.freeze()
     sglang_cpu.fork_children()
     signal.signal(signal.SIGCHLD, _reap)
     here = os.getpid()

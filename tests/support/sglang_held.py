@@ -1,6 +1,6 @@
-"""What each rank of an SGLang server holds of a model's folder, without the server: its own models, its own loader, its own hashes.
+"""What each rank of an SGLang server holds of a model's folder, without the server: by SGLang's own models, loader and hashes.
 
-Ranks are copies of the process that tests' servers are copies of; nothing is started that answers requests, which is what costs.
+Ranks are copies of the process that tests' servers are copies of. Nothing that answers requests is started, which is what costs.
 That servers say the same of themselves is for tests of real ones.
 """
 
