@@ -76,6 +76,9 @@ MULTIMODALS: Mapping[str, Multimodal] = MappingProxyType(
     }
 )
 
+# Published with code of their own, and again as transformers has them.
+_AGAIN: Mapping[str, str] = MappingProxyType({"InternVLChatModel": "InternVLForConditionalGeneration"})
+
 
 def read_multimodal(fields: Fields) -> Multimodal:
     """What a config.json names. Raises UserError where that is none of these."""
@@ -84,7 +87,7 @@ def read_multimodal(fields: Fields) -> Multimodal:
     if found is None:
         raise UserError(
             f"{fields.path}: architecture {_named(architectures)} is no multimodal model whose text part megarl knows. "
-            f"These are: {', '.join(MULTIMODALS)}."
+            f"These are: {', '.join(MULTIMODALS)}.{_again(architectures)}"
         )
     if fields.get("model_type") != found.model_type:
         fields.refuse(
@@ -103,6 +106,14 @@ def unsupported(architectures: Iterable[str], path: Path) -> UserError:
         )
     return UserError(
         f"{path}: architecture {_named(architectures)} is not supported. Supported: {', '.join(FAMILIES)}."
+        f"{_again(architectures)}"
+    )
+
+
+def _again(architectures: Iterable[str]) -> str:
+    found = next((_AGAIN[name] for name in architectures if name in _AGAIN), "")
+    return (
+        f" The same model is published as {found} too, in a folder whose name ends in -hf: take that." if found else ""
     )
 
 
