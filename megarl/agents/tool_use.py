@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ log = get_logger(__name__)
 
 # What a server answers where its parser raises: what the policy wrote is no call that it knows.
 READER_FAILED = (400, 500)
+# Kimi-K2 gives each call an id as it writes it, `functions.NAME:NUMBER`, and its template heads the result with it.
+_WRITTEN_ID = re.compile(r"<\|tool_call_begin\|>\s*([^\s<|]+)\s*<\|tool_call_argument_begin\|>")
 
 
 class Parser(Protocol):
@@ -46,9 +49,12 @@ async def read_calls(parser: Parser, text: str, tools: Sequence[Mapping[str, Any
         raise RequestFailedError(f"no server read the calls of tools: {error}") from error
 
 
-def named(parsed: Parsed, turn: int) -> tuple[ToolCall, ...]:
-    """Calls of a turn, with their ids."""
-    return tuple(ToolCall(call.name, call.arguments, _id(turn, number)) for number, call in enumerate(parsed.calls))
+def named(parsed: Parsed, turn: int, text: str) -> tuple[ToolCall, ...]:
+    """Calls of a turn, with their ids: those that the model wrote in the text, where it names its calls itself."""
+    ids = _WRITTEN_ID.findall(text)
+    if len(ids) != len(parsed.calls) or len({*ids}) < len(ids):
+        ids = [_id(turn, number) for number in range(len(parsed.calls))]
+    return tuple(ToolCall(call.name, call.arguments, each) for call, each in zip(parsed.calls, ids, strict=True))
 
 
 def _id(turn: int, number: int) -> str:
@@ -90,7 +96,7 @@ class ToolUse:
             return Used((call,), [self._toolbox.unread(call.id)])
         if not parsed.calls:
             return None
-        calls = named(parsed, turn)
+        calls = named(parsed, turn, text)
         return Used(calls, await self._toolbox.call(calls, environment))
 
     async def close(self) -> None:

@@ -30,7 +30,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function that the policy called. arguments: JSON. id: nine letters and digits, as some templates want it."""
+    """A function that the policy called. arguments: JSON.
+
+    id: as the policy wrote it, as Kimi-K2 does; else nine letters and digits, as some templates want it.
+    """
 
     name: str
     arguments: str

@@ -1,17 +1,25 @@
-"""Copies tensors between safetensors files byte by byte, under other names or in the place of others. Without torch."""
+"""Copies tensors between safetensors files, under other names or in the place of others. Without torch.
+
+Byte by byte, but for experts that lie in one tensor with rows and columns exchanged: of these a matrix at a time.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from io import FileIO
+from dataclasses import replace
+from io import BufferedIOBase, FileIO, RawIOBase
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 from megarl.core.errors import UserError
-from megarl.models.hf_files import TensorInfo, content_bytes
-from megarl.models.hf_header import PREFIX_BYTES, read_header
+from megarl.models.hf_files import Columns, TensorInfo, content_bytes
+from megarl.models.hf_header import BITS, PREFIX_BYTES, read_header
+from megarl.models.hf_stacked import stacked
 
 PIECE_BYTES = 8 * 2**20
 
@@ -32,12 +40,17 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorInfo], wrote: Wrote) -
         _write(out, struct.pack("<Q", room) + text.ljust(room))
         for info in tensors.values():
             with info.file.open("rb") as source:
-                _copy(source, info.offset, content_bytes(info), out, wrote)
+                if info.columns is None:
+                    _copy(source, info.offset, content_bytes(info), out, wrote)
+                else:
+                    _write(out, _columns(source, info, info.columns))
+                    wrote(content_bytes(info))
 
 
 def write_replaced(source: Path, path: Path, replaced: Mapping[str, Sequence[TensorInfo]], wrote: Wrote) -> None:
     """A copy of a file, with the content of some tensors that of others of the same dtype, one below the other.
 
+    Experts are put beside each other where the tensor of all has rows and columns exchanged.
     Raises UserError where a file cannot be read whole.
     """
     stored = read_header(source)
@@ -50,12 +63,71 @@ def write_replaced(source: Path, path: Path, replaced: Mapping[str, Sequence[Ten
                 _copy(ours, tensor.offset, tensor.num_bytes, out, wrote)
                 continue
             assert sum(map(content_bytes, parts)) == tensor.num_bytes, (tensor, parts)
+            if (each := _exchanged(tensor.shape, parts)) is not None:
+                for first in range(0, len(parts), each):
+                    _write(out, _beside(parts[first : first + each]))
+                    wrote(sum(map(content_bytes, parts[first : first + each])))
+                continue
             for part in parts:
                 with part.file.open("rb") as other:
                     _copy(other, part.offset, content_bytes(part), out, wrote)
 
 
-def _copy(source: BinaryIO, offset: int, num_bytes: int, out: FileIO, wrote: Wrote) -> None:
+def unstacked(index: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
+    """The same, with tensors of each expert in the place of one of all, where that has a shape which can be theirs.
+
+    expected: name -> shape, of tensors of each expert. A tensor of all has a matrix for each: its own ones below each other, as
+    transformers 5 writes them, or with rows and columns exchanged, as Qwen3-VL's are published.
+    """
+    found = dict(index)
+    for name, parts in stacked(expected).items():
+        info = index.get(name)
+        if info is None or len(info.shape) != 3 or len(parts) % info.shape[0]:
+            continue
+        (rows, width), each = expected[parts[0]], len(parts) // info.shape[0]
+        exchanged = info.shape[1:] != (each * rows, width)
+        if exchanged and info.shape[1:] != (width, each * rows):
+            continue
+        del found[name]
+        for number, part in enumerate(parts):
+            expert, place = divmod(number, each)
+            one = replace(info, shape=(rows, width))
+            before = expert * each + (0 if exchanged else place)
+            columns = Columns(place * rows, each * rows) if exchanged else None
+            found[part] = replace(one, offset=info.offset + before * content_bytes(one), columns=columns)
+    return found
+
+
+def _columns(source: BinaryIO, info: TensorInfo, columns: Columns) -> bytes:
+    """A tensor's content, from a matrix that has it with rows and columns exchanged."""
+    rows, width = info.shape
+    content = io.BytesIO()
+    _copy(source, info.offset, width * columns.width * BITS[info.dtype] // 8, content, lambda _: None)
+    matrix = np.frombuffer(content.getbuffer(), f"V{BITS[info.dtype] // 8}").reshape(width, columns.width)
+    return matrix[:, columns.first : columns.first + rows].T.tobytes()
+
+
+def _exchanged(shape: Sequence[int], parts: Sequence[TensorInfo]) -> int | None:
+    """Of how many parts each matrix of a tensor of all experts is, if it has their rows and columns exchanged; else None."""
+    if len(shape) != 3 or len(parts[0].shape) != 2 or len(parts) % shape[0]:
+        return None
+    (rows, width), each = parts[0].shape, len(parts) // shape[0]
+    return each if tuple(shape[1:]) == (width, each * rows) != (each * rows, width) else None
+
+
+def _beside(parts: Sequence[TensorInfo]) -> bytes:
+    """The content of matrices with rows and columns exchanged, beside each other."""
+    found = []
+    for part in parts:
+        content = io.BytesIO()
+        with part.file.open("rb") as source:
+            _copy(source, part.offset, content_bytes(part), content, lambda _: None)
+        found.append(np.frombuffer(content.getbuffer(), f"V{BITS[part.dtype] // 8}").reshape(part.shape))
+    beside: bytes = np.concatenate(found).T.tobytes()
+    return beside
+
+
+def _copy(source: BinaryIO, offset: int, num_bytes: int, out: RawIOBase | BufferedIOBase, wrote: Wrote) -> None:
     source.seek(offset)
     while num_bytes > 0:
         try:
@@ -69,7 +141,7 @@ def _copy(source: BinaryIO, offset: int, num_bytes: int, out: FileIO, wrote: Wro
         wrote(len(piece))
 
 
-def _write(out: FileIO, content: bytes) -> None:
+def _write(out: RawIOBase | BufferedIOBase, content: bytes) -> None:
     view = memoryview(content)
     while view:
         view = view[out.write(view) :]

@@ -42,7 +42,7 @@ def text_config(fields: Fields, multimodal: Multimodal) -> dict[str, Any]:
         if kind != part["model_type"]:
             passed_over = CONFIG_MAPPING[kind]().to_dict().keys() - type(whole.text_config)().to_dict().keys() - _HEARD
             heard = {key: value for key, value in part.items() if key not in passed_over}
-            part = CONFIG_MAPPING[kind](**_spelled_out(heard, kind)).to_dict()
+            part = CONFIG_MAPPING[kind](**_spelled_out(heard, kind), **multimodal.says).to_dict()
         common = PreTrainedConfig().to_dict()
     except Exception as error:  # which ones its checks raise, no documentation says
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:REASON_CHARACTERS]

@@ -21,7 +21,7 @@ from megarl.convert.job import Message
 from megarl.convert.processes import folder_bytes
 from megarl.convert.progress import ConversionProgress
 from megarl.convert.target import Target, apart, check_target, explained, followed, open_target
-from megarl.convert.tensor_copy import Wrote, write_replaced, write_tensors
+from megarl.convert.tensor_copy import Wrote, unstacked, write_replaced, write_tensors
 from megarl.convert.text_config import text_config
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
@@ -62,7 +62,8 @@ BESIDE = ("eos_token_ids", "pad_token_id")
 class Whole:
     """A multimodal folder, checked, and what its text part is as a folder of its own.
 
-    raw: that folder's config.json; text: the same, read. names: its tensors -> what they are called here. index: its tensors.
+    raw: that folder's config.json; text: the same, read. names: its tensors -> what they are called here. index: its tensors,
+    as they lie here; parts: as that folder has them.
     """
 
     folder: Path
@@ -70,6 +71,7 @@ class Whole:
     text: ModelConfig
     names: Mapping[str, str]
     index: Mapping[str, TensorInfo]
+    parts: Mapping[str, TensorInfo]
 
     @cached_property
     def files(self) -> list[Path]:
@@ -90,9 +92,9 @@ def text_part(source: Path, target: Path, *, force: bool, console: Console) -> O
     """
     whole = _read_whole(source)
     files_beside(source)  # refuses those that cannot be read
-    total = sum(map(content_bytes, whole.index.values()))
+    total = sum(map(content_bytes, whole.parts.values()))
     with _writing("text-part", target, total, (source,), force, console) as (output, wrote):
-        by_file = [{name: info for name, info in whole.index.items() if info.file == file} for file in whole.files]
+        by_file = [{name: info for name, info in whole.parts.items() if info.file == file} for file in whole.files]
         parts = [part for part in by_file if part]
         files = [SINGLE] if len(parts) == 1 else [_shard(i, len(parts)) for i in range(len(parts))]
         for file, part in zip(files, parts, strict=True):
@@ -171,8 +173,10 @@ def _read_whole(folder: Path) -> Whole:
     if config.tied_embeddings and {HEAD, EMBEDDING} <= ours.keys() and not are_same(ours[HEAD], ours[EMBEDDING]):
         # The configs of Mistral 3 tie by default what their weights have apart; transformers goes by the weights.
         raw, config = {**raw, "tie_word_embeddings": False}, replace(config, tied_embeddings=False)
-    check_index(expected_tensors(config), ours, folder, config)
-    return Whole(folder, raw, config, names, ours)
+    expected = expected_tensors(config)
+    parts = unstacked(ours, expected) if multimodal.stacked_experts else ours
+    check_index(expected, parts, folder, config)
+    return Whole(folder, raw, config, names, ours, parts)
 
 
 def _replacements(text: Path, whole: Whole) -> dict[str, list[TensorInfo]]:

@@ -6,7 +6,7 @@ learned here is what the servers will be asked. Not for packing (pack.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -306,8 +306,7 @@ def _pieces(exchange: Exchange, tokenizer: Tokenizer, hearing: Hearing) -> list[
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     first = 1 if response is None else len(messages)
     messages = messages if response is None else [*messages, response]
-    pieces = _turns(exchange, messages, tokenizer, first=first)
-    text = "".join(piece.text for piece in pieces)
+    pieces, text = _turns(exchange, messages, tokenizer, first=first)
     learned = {index for index in range(first, len(messages)) if messages[index]["role"] == "assistant"}
     shown = partial(render, tokenizer, row=row, generation_prompt=False)
     hearing.check(text, messages, partial(shown, tools=exchange.tools), row, learned=learned)
@@ -320,8 +319,8 @@ def _is_text(message: Message | None) -> bool:
     return message is not None and message.keys() == {"role", "content"}
 
 
-def _turns(exchange: Exchange, messages: list[Message], tokenizer: Tokenizer, *, first: int) -> list[Piece]:
-    """A chat cut into pieces; the assistant's messages from index `first` on are trained on."""
+def _turns(exchange: Exchange, messages: list[Message], tokenizer: Tokenizer, *, first: int) -> tuple[list[Piece], str]:
+    """A chat cut into pieces, and its rendering; the assistant's messages from index `first` on are trained on."""
     row, shown = exchange.row, partial(render, tokenizer, row=exchange.row, tools=exchange.tools)
     whole = shown(messages, generation_prompt=False)
     pieces = []
@@ -332,6 +331,10 @@ def _turns(exchange: Exchange, messages: list[Message], tokenizer: Tokenizer, *,
         before = shown(messages[:index], generation_prompt=True)
         after = shown(messages[: index + 1], generation_prompt=False)
         if not (after.startswith(before) and whole.startswith(after)):
+            if index == first == len(messages) - 1 and (
+                learned := _behind_a_question(messages[index], before, whole, shown)
+            ):
+                return [Piece(before), Piece(learned, trained=True)], whole
             raise RewrittenTurnError(
                 f"{row.where}, message {index + 1}: the model's chat template renders this turn otherwise than as the prompt "
                 "before it and what the assistant says, so it cannot be trained on as the model would write it. Mend the "
@@ -343,7 +346,24 @@ def _turns(exchange: Exchange, messages: list[Message], tokenizer: Tokenizer, *,
             Piece(whole[len(before) : len(after)], trained=True),
         ]
         done = len(after)
-    return pieces
+    return pieces, whole
+
+
+def _behind_a_question(answer: Message, before: str, whole: str, shown: Callable[..., str]) -> str:
+    """The last turn's text, of templates that render earlier turns otherwise behind it; empty where it may be another text.
+
+    gpt-oss' and Kimi-K2-Thinking's show the reasoning before a call of a tool until an answer follows: the model wrote that
+    answer behind what it saw until then. before: that, up to where the turn begins. whole: with the turn.
+    """
+    asked = {"role": "user", "content": "1+1"}
+    try:
+        told, opened = (shown([asked], generation_prompt=each) for each in (False, True))
+        said = shown([asked, answer], generation_prompt=False)
+    except UserError:  # the template wants more before an answer
+        return ""
+    learned = said.removeprefix(opened)
+    begins = opened.startswith(told) and before.endswith(opened.removeprefix(told))
+    return learned if begins and said.startswith(opened) and whole.endswith(learned) else ""
 
 
 def _turn_length(tokens: TokenArray, special: Sequence[int], end: int | None) -> int:

@@ -46,8 +46,19 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """[first, first + the tensor's rows) of a matrix that is so wide."""
+
+    first: int
+    width: int
+
+
+@dataclass(frozen=True)
 class TensorInfo:
-    """One tensor on disk. scales: of an FP8 tensor. packed: of an MXFP4 tensor, whose file and offset are its blocks'."""
+    """One tensor on disk. scales: of an FP8 tensor. packed: of an MXFP4 tensor, whose file and offset are its blocks'.
+
+    columns: it lies with rows and columns exchanged, as these columns of a matrix, whose file and offset they are.
+    """
 
     shape: tuple[int, ...]
     dtype: str  # as safetensors writes it: F32, BF16
@@ -55,6 +66,7 @@ class TensorInfo:
     offset: int  # of the first byte in the file
     scales: Scales | None = None
     packed: Packed | None = None
+    columns: Columns | None = None
 
 
 def read_index(folder: Path) -> dict[str, TensorInfo]:

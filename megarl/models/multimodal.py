@@ -37,11 +37,15 @@ class Multimodal:
     """One architecture.
 
     model_type: by which transformers chooses it. text_types: the text part's model_type -> that of the family that it is.
+    says: keys of the family's config that the whole's has not, because it computes nothing else. stacked_experts: a layer's
+    lie in one tensor, and one by one in folders of the family; as published with rows and columns exchanged.
     """
 
     model_type: str
     prefixes: Prefixes
     text_types: Mapping[str, str] = field(default_factory=dict)
+    says: Mapping[str, object] = field(default_factory=dict)
+    stacked_experts: bool = False
 
     def text_name(self, name: str) -> str | None:
         """What a tensor is called in a folder of the text part; None where it is of another part."""
@@ -63,11 +67,17 @@ MULTIMODALS: Mapping[str, Multimodal] = MappingProxyType(
         "Qwen2VLForConditionalGeneration": Multimodal("qwen2_vl", _QWEN2, {"qwen2_vl_text": "qwen2"}),
         "Qwen2_5_VLForConditionalGeneration": Multimodal("qwen2_5_vl", _QWEN2, {"qwen2_5_vl_text": "qwen2"}),
         "Qwen3VLForConditionalGeneration": Multimodal("qwen3_vl", _NEWER, {"qwen3_vl_text": "qwen3"}),
+        "Qwen3VLMoeForConditionalGeneration": Multimodal(
+            "qwen3_vl_moe", _NEWER, {"qwen3_vl_moe_text": "qwen3_moe"}, {"norm_topk_prob": True}, stacked_experts=True
+        ),
         "Qwen3_5ForConditionalGeneration": Multimodal("qwen3_5", _NEWER),
         "Qwen3_5MoeForConditionalGeneration": Multimodal("qwen3_5_moe", _NEWER),
         "Glm4vForConditionalGeneration": Multimodal("glm4v", _NEWER, {"glm4v_text": "glm4"}),
     }
 )
+
+# Published with code of their own, and again as transformers has them.
+_AGAIN: Mapping[str, str] = MappingProxyType({"InternVLChatModel": "InternVLForConditionalGeneration"})
 
 
 def read_multimodal(fields: Fields) -> Multimodal:
@@ -77,7 +87,7 @@ def read_multimodal(fields: Fields) -> Multimodal:
     if found is None:
         raise UserError(
             f"{fields.path}: architecture {_named(architectures)} is no multimodal model whose text part megarl knows. "
-            f"These are: {', '.join(MULTIMODALS)}."
+            f"These are: {', '.join(MULTIMODALS)}.{_again(architectures)}"
         )
     if fields.get("model_type") != found.model_type:
         fields.refuse(
@@ -96,6 +106,14 @@ def unsupported(architectures: Iterable[str], path: Path) -> UserError:
         )
     return UserError(
         f"{path}: architecture {_named(architectures)} is not supported. Supported: {', '.join(FAMILIES)}."
+        f"{_again(architectures)}"
+    )
+
+
+def _again(architectures: Iterable[str]) -> str:
+    found = next((_AGAIN[name] for name in architectures if name in _AGAIN), "")
+    return (
+        f" The same model is published as {found} too, in a folder whose name ends in -hf: take that." if found else ""
     )
 
 

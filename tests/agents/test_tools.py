@@ -19,7 +19,7 @@ from pydantic import AfterValidator
 from megarl.agents.check import check_agent
 from megarl.agents.template import ChatTemplate
 from megarl.agents.tool_sources import open_toolbox
-from megarl.agents.tool_use import ToolUse
+from megarl.agents.tool_use import ToolUse, named
 from megarl.agents.tools import Result, Tool, Toolbox, ToolCall, open_tools
 from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.core.types import Status
@@ -231,6 +231,24 @@ def test_a_turn_with_calls_gets_their_results_and_one_without_goes_to_the_enviro
     assert (sample.numbers["tool_calls"], sample.numbers["tool_failures"]) == (4.0, 1.0)
     # The model was told of its tools.
     assert '"name": "multiply"' in tokenizer.decode(sample.prompt.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("ids", "kept"),
+    [
+        (["functions.multiply:4", "functions.multiply:5"], ["functions.multiply:4", "functions.multiply:5"]),
+        (["0", "0"], ["c00020000", "c00020001"]),  # results could not be told apart
+        (["0"], ["c00020000", "c00020001"]),  # nobody knows which of the calls has it
+    ],
+)
+def test_results_are_told_by_the_ids_that_a_model_gave_its_calls(ids: list[str], kept: list[str]) -> None:
+    """Kimi-K2's template heads a result with the call's id, which the model wrote."""
+    parsed = Parsed((ParsedCall("multiply", '{"left": 1}'), ParsedCall("multiply", '{"left": 2}')), unread=False)
+    calls = "".join(f"<|tool_call_begin|>{each}<|tool_call_argument_begin|>{{}}<|tool_call_end|>" for each in ids)
+    text = f"let me see<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>"
+    assert [call.id for call in named(parsed, 2, text)] == kept
+    results = asyncio.run(Toolbox([Tool(multiply)], 5.0).call(named(parsed, 2, text)))
+    assert [result.message["tool_call_id"] for result in results] == kept
 
 
 def test_a_call_that_the_policy_only_thinks_of_is_not_made() -> None:

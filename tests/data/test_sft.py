@@ -10,7 +10,14 @@ from megarl.core.errors import UserError
 from megarl.data.chat import check_messages
 from megarl.data.prompts import load_prompts
 from megarl.data.rows import Row, read_rows
-from megarl.data.sft import Demonstration, check_demonstrations, load_demonstrations, parse_demonstration, tokenise
+from megarl.data.sft import (
+    Demonstration,
+    apart,
+    check_demonstrations,
+    load_demonstrations,
+    parse_demonstration,
+    tokenise,
+)
 from megarl.recipe.schema import Data
 from megarl.recipe.supervised import SftData
 from tests.data.conftest import CHAT_TEMPLATE, make_tokenizer
@@ -221,8 +228,6 @@ def test_a_chat_without_a_template_is_refused(plain_tokenizer: Any) -> None:
 
 def test_turns_that_a_template_rewrites_are_learned_one_by_one(tmp_path: Path, chat_tokenizer: Any) -> None:
     """As Qwen3's does: reasoning is left out of all turns before the last question."""
-    from megarl.data.sft import apart
-
     reasoning = (
         "{%- set ns = namespace(last=0) -%}"
         "{%- for m in messages -%}{%- if m['role'] == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}"
@@ -245,6 +250,32 @@ def test_turns_that_a_template_rewrites_are_learned_one_by_one(tmp_path: Path, c
         chat_tokenizer.chat_template = kept
     whole = parse_demonstration(Row(Path("a"), 1, {"messages": chat}), DATA)
     assert apart(whole, chat_tokenizer) == [whole]
+
+
+def test_an_answer_is_learned_behind_the_reasoning_of_calls_that_a_template_drops_as_it_follows() -> None:
+    """As gpt-oss' does; Kimi-K2-Thinking's drops the answer's own reasoning, too, which is refused."""
+    marked = "{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}{% set ns.last = loop.index0 %}"
+    drops = (
+        f"{{%- set ns = namespace(last=-1) %}}{marked}{{% endif %}}{{% endfor %}}"
+        "{% for m in messages %}<|im_start|>{{ m.role + ' ' }}"
+        "{% if m.reasoning_content and loop.index0 >= ns.last %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    call = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]}
+    answer = {**ASSISTANT, "reasoning_content": "so"}
+    chat = [USER, call, {"role": "tool", "content": "2"}, answer]
+    whole = parse_demonstration(Row(Path("a"), 1, {"messages": chat}), DATA)
+    tokenizer = make_tokenizer(chat_template=drops)
+    found = [spoken(tokenizer, one) for one in tokenise(apart(whole, tokenizer), tokenizer)]
+    seen = "<|im_start|>user 1+1?<|im_end|><|im_start|>assistant (hm)add<|im_end|>"
+    assert found == [
+        (seen, "(hm)add<|im_end|>"),
+        (f"{seen}<|im_start|>tool 2<|im_end|><|im_start|>assistant (so)two<|im_end|>", "(so)two<|im_end|>"),
+    ]
+    tokenizer.chat_template = drops.replace(">=", ">")
+    with pytest.raises(UserError, match=r"message 4 \(assistant\): .*leaves out its reasoning_content, 'so'"):
+        tokenise(apart(whole, tokenizer), tokenizer)
 
 
 def test_a_file_has_a_row_for_each_turn_that_is_learned_alone(tmp_path: Path, chat_tokenizer: Any) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.core.errors import UserError
 from megarl.models.hf_config import parse_model_config
-from megarl.models.multimodal import MULTIMODALS
+from megarl.models.hf_fields import Fields
+from megarl.models.multimodal import MULTIMODALS, read_multimodal
 
 PATH = Path("models/vl/config.json")
 
@@ -29,6 +32,17 @@ def test_another_multimodal_model_is_refused_as_any_other() -> None:
         UserError, match=r"architecture 'IdeficsForVisionText2Text' is not supported\. Supported: Qwen2For"
     ):
         parse_model_config({"architectures": ["IdeficsForVisionText2Text"]}, PATH)
+
+
+@pytest.mark.parametrize("read", [parse_model_config, lambda raw, path: read_multimodal(Fields(raw, path))])
+def test_a_model_with_code_of_its_own_is_refused_with_the_form_that_has_none(
+    read: Callable[[dict[str, Any], Path], Any],
+) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"'InternVLChatModel' is n.* published as InternVLForConditionalGeneration too, .*-hf: take that",
+    ):
+        read({"architectures": ["InternVLChatModel"], "model_type": "internvl_chat"}, PATH)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,17 @@ class Copies:
 
     def fork(self, command: Command) -> Child:
         """Start a copy that does what the command's process would."""
-        if self._process is None:
-            self._process = self._load()
-        assert self._process.stdin is not None and self._process.stdout is not None
         module, words = command.argv[2], command.argv[3:]
         assert module == get_platform("cpu").server_module
         told = {"words": words, "env": dict(command.env), "log": str(command.log), "secret": command.secret}
-        self._process.stdin.write(json.dumps(told).encode() + b"\n")
+        return self.call("tests.support.forked_servers:serve", **told)
+
+    def call(self, function: str, **values: Any) -> Child:
+        """Start a copy that calls `MODULE:FUNCTION` with these values, and ends."""
+        if self._process is None:
+            self._process = self._load()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([function, values]).encode() + b"\n")
         self._process.stdin.flush()
         assert select.select([self._process.stdout], [], [], LOAD_S)[0], f"SGLang was not loaded in {LOAD_S:g} s"
         return Child(int(self._process.stdout.readline() or b"0"))
@@ -135,16 +140,11 @@ def _reap(*_: object) -> None:
         return
 
 
-def _serve(parent: int, words: list[str], env: dict[str, str], log: str, secret: str) -> None:
-    """What the copy does, until it is ended."""
+def serve(words: list[str], env: dict[str, str], log: str, secret: str) -> None:
+    """What a server's copy does, until it is ended."""
     from megarl.serving import sglang_cpu
     from megarl.serving.launcher import Secret, run_sglang_server
 
-    os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        return
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
         os.dup2(source, target)
@@ -153,6 +153,16 @@ def _serve(parent: int, words: list[str], env: dict[str, str], log: str, secret:
     if sglang_cpu.LORA in words:
         sglang_cpu._forget_pinning()
     run_sglang_server(words, Secret(secret))
+
+
+def _call(parent: int, function: str, values: dict[str, Any]) -> None:
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        return
+    module, _, name = function.partition(":")
+    getattr(import_module(module), name)(**values)
 
 
 def main() -> None:
@@ -171,7 +181,7 @@ def main() -> None:
             code = 1
             try:
                 os.close(answers)
-                _serve(here, **json.loads(line))
+                _call(here, *json.loads(line))
                 code = 0
             finally:
                 sys.stderr.flush()

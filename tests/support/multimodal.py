@@ -95,6 +95,17 @@ TINY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "num_position_embeddings": 16,
         },
     ),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "Qwen3VLMoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
+            "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 3, 3]},
+        },
+        {**QWEN_VISION, "deepstack_visual_indexes": [0]},
+    ),
     "Qwen3_5ForConditionalGeneration": (
         "Qwen3_5Config",
         {
@@ -177,6 +188,15 @@ def in_newer_names(folder: Path) -> None:
     """Call the tensors of a single file as the modules of transformers 5 are called."""
     path = folder / "model.safetensors"
     save_file({newer(name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
+def exchange_experts(folder: Path) -> None:
+    """Give the experts of a single file rows in the place of columns, as Qwen3-VL-30B-A3B is published."""
+    path = folder / "model.safetensors"
+    turned = {
+        name: tensor.mT.contiguous() if ".mlp.experts." in name else tensor for name, tensor in load_file(path).items()
+    }
+    save_file(turned, path, {"format": "pt"})
 
 
 def newer(name: str) -> str:

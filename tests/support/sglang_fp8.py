@@ -32,24 +32,33 @@ def loaded_by_sglang(cases: Sequence[Case], deadline_s: float = 300.0) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def joined(flags: list[str], rank: int = 0, store: Path | None = None) -> Any:
+    """The model's config as a server with these flags reads it, in a process that is that rank of it. store: where they meet."""
+    runtime, distributed = import_module("sglang.srt.runtime_context"), import_module("sglang.srt.distributed")
+    arguments = import_module("sglang.srt.server_args")
+    args = arguments.prepare_server_args(flags)
+    arguments.set_global_server_args_for_scheduler(args)
+    config = import_module("sglang.srt.configs.model_config").ModelConfig.from_server_args(args)
+    ranks = runtime.SpawnRanks(world_rank=rank)
+    runtime.publish(args, role="scheduler", hf_config=config.hf_config, ranks=ranks)
+    path = store or Path("/tmp") / f"megarl-sglang-{os.getpid()}"
+    distributed.init_distributed_environment(
+        backend="gloo", world_size=args.tp_size, rank=rank, local_rank=rank, distributed_init_method=f"file://{path}"
+    )
+    distributed.initialize_model_parallel()
+    if store is None:
+        path.unlink(missing_ok=True)
+    import_module("sglang.srt.layers.dp_attention").initialize_dp_attention(args)
+    import_module("sglang.srt.distributed.bootstrap").init_layer_runtime(model_config=config)
+    return config
+
+
 def build(flags: list[str]) -> Any:
     """A model as a server with these flags builds it, on one rank and without weights."""
     import torch
 
-    runtime, distributed = import_module("sglang.srt.runtime_context"), import_module("sglang.srt.distributed")
-    arguments, loader = import_module("sglang.srt.server_args"), import_module("sglang.srt.model_loader.loader")
-    args = arguments.prepare_server_args(flags)
-    arguments.set_global_server_args_for_scheduler(args)
-    config = import_module("sglang.srt.configs.model_config").ModelConfig.from_server_args(args)
-    runtime.publish(args, role="scheduler", hf_config=config.hf_config, ranks=runtime.SpawnRanks(world_rank=0))
-    store = Path("/tmp") / f"megarl-fp8-{os.getpid()}"
-    distributed.init_distributed_environment(
-        backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=f"file://{store}"
-    )
-    distributed.initialize_model_parallel()
-    store.unlink(missing_ok=True)
-    import_module("sglang.srt.layers.dp_attention").initialize_dp_attention(args)
-    import_module("sglang.srt.distributed.bootstrap").init_layer_runtime(model_config=config)
+    loader = import_module("sglang.srt.model_loader.loader")
+    config = joined(flags)
     load = import_module("sglang.srt.configs.load_config").LoadConfig(load_format="dummy")
     torch.set_default_dtype(config.dtype)
     return loader._initialize_model(config, load, loader._get_quantization_config(config, load))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,12 +23,13 @@ from megarl.serving.process import start_all
 from megarl.serving.server import ProcessPlace, ServerSpec
 from megarl.sync import hashes
 from megarl.sync.hash_report import refuse
-from megarl.sync.hashes import ExpectedSums, all_sums, compare, differences
+from megarl.sync.hashes import ExpectedSums, Sums, all_sums, compare, differences
 from tests.support.forked_ranks import Ranks
 from tests.support.forked_servers import Copies
 from tests.support.hashes import differing, tensors_in
 from tests.support.platforms import chosen
 from tests.support.served import NEEDS, ON_DEVICES, HfModel
+from tests.support.sglang_held import sums_of
 from tests.support.tiny import longrope, write_tiny_model
 from tests.sync.hash_ranks import DEVICES, ROWS, Job
 from tests.sync.receiver import Receiver
@@ -129,6 +130,42 @@ def test_what_servers_hold_of_every_family_is_known_and_what_they_compute_is_the
                 last.copy_(torch.nextafter(last, last + 1))
                 engine_name = f"{name} of rank" if server.tp > 1 else name
                 assert [each for each in differing(server, model, tensors=tensors) if engine_name in each] != []
+
+
+def expected_of(model: Path, tensors: Mapping[str, torch.Tensor], tp: int) -> list[Sums]:
+    sums = ExpectedSums(load_model_config(model), [tp], torch.float32, chosen())
+    for name, tensor in tensors.items():
+        sums.add(name, tensor)
+    return sums.finish()[tp]
+
+
+# Those of which no test asks a server of the other size; OLMoE's are of one rank alone.
+@pytest.mark.slow
+@pytest.mark.needs(*NEEDS)
+@pytest.mark.parametrize(
+    ("family", "overrides", "tp"),
+    [
+        ("mistral", {"vocab_size": 130}, 1),
+        ("ministral3", {"num_key_value_heads": 1}, 1),
+        ("mixtral", {"vocab_size": 130}, 1),
+        ("granitemoe", {"vocab_size": 130}, 1),
+        ("olmo2", {"num_key_value_heads": 4}, 1),
+        ("gpt_oss", {"vocab_size": 130, "num_key_value_heads": 1}, 1),
+        ("gpt_oss", {"vocab_size": 130, "num_key_value_heads": 1}, 2),  # of which a server says the same
+    ],
+)
+def test_what_the_ranks_of_a_server_would_hold_is_known(
+    family: str, overrides: dict[str, Any], tp: int, copies: Copies, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", family, **overrides)
+    (tmp_path / "ranks").mkdir()
+    found = sums_of(copies, ServerSpec(model, "float32", tp=tp), tmp_path / "ranks")
+    tensors = dict(tensors_in(model))
+    assert differences(expected_of(model, tensors, tp), found) == []
+    name = "model.layers.1.self_attn.q_proj.weight"
+    tensors[name].view(-1)[-1:] += 1
+    [differs] = differences(expected_of(model, tensors, tp), found)
+    assert differs.startswith("model.layers.1.self_attn.qkv_proj.weight")
 
 
 @pytest.mark.slow

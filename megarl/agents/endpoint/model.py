@@ -137,7 +137,7 @@ class Model:
             return choice
         whole: Finish = "tool_calls" if finish == "stop" else "length"
         beside = text[: len(text) - len(said)] + parsed.text
-        return replace(choice, text=beside, calls=named(parsed, turn), finish=whole)
+        return replace(choice, text=beside, calls=named(parsed, turn, said), finish=whole)
 
     async def close(self) -> None:
         """Close the parser's connections."""
