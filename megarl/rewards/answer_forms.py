@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from itertools import accumulate
-from math import gcd, prod
+from math import gcd
 
 from megarl.rewards.answer_units import changes
 
@@ -29,31 +29,17 @@ _BEGUN = re.compile(r"[A-Z]?[a-z]{2,}")  # a capital begins a sentence: `Even` i
 _WRAPPED = re.compile(
     r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}|\\(?:angle|triangle)\b|[$\s]"
 )
+_AND = re.compile(r",?\s*\\text\s*\{\s*,?\s*(?:and|or)\s*\}\s*|,?\s+(?:and|or)\s+|;")
 _TEXTS = re.compile(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}(?!\s*\})")
 _COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _LETTERS = "qwzjuykvxphstbca"  # for symbols; others have meanings of their own
-_TOWER = re.compile(r"\d\s*\^\s*\{?\s*\(?\d+\s*\^")
-_POWER = re.compile(r"(\S)\s*\^\s*(\{|[+-]?\d+|[A-Za-z\\])")
-_GROWS = re.compile(r"\^|!|\\[dt]?binom")
-_FACTORIAL = re.compile(r"(\d+)\s*\}?\s*!|\\[dt]?binom\s*\{?\s*(\d+)")
-_ROOTS = re.compile(r"\\(?:sqrt|sin|cos|tan|ln|log|exp)(?![a-z])")
-_PIECES = re.compile(r"[-+*/^_]|\\[A-Za-z]+|[A-Za-z]")
-_TWICE = re.compile(r"!\s*\)?\}?\s*!|[\^!][^()]*\)\s*!|\\exp\s*\(?\s*\d+\s*\^")  # factorials of what has grown already
 _SERIES = re.compile(r"\\(?:sum|prod|i*int|oint|lim|Gamma)(?![A-Za-z])")
 _BASE = re.compile(
     r"(?:^|[-+\s{(])([\da-zA-Z]*\d[\da-zA-Z]*|\d*[A-F]+)_\{?(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}{0,2}[$.\s]*$"
 )
-_BASES = {
-    "two": "2",
-    "three": "3",
-    "four": "4",
-    "five": "5",
-    "six": "6",
-    "seven": "7",
-    "eight": "8",
-    "nine": "9",
-    "ten": "10",
-}
+_BASES = dict(
+    zip(["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"], map(str, range(2, 11)), strict=True)
+)
 _CHOICE = re.compile(
     r"(?:(?:option|choice|answer)\s*)?(?:\(([A-J])\)|([A-J])(?=[).:]|$))[).:]?(.*)", re.IGNORECASE | re.DOTALL
 )
@@ -65,8 +51,6 @@ _DENIED = re.compile(
     r"\\(?:n?[lg]eq?(?:slant|q)?|neq?|not|notin|neg|[lg]t|ll|gg)(?![A-Za-z])|[<>≠≤≥¬!^_]|\b(?:not|no|nor|never|or|and)\b",
     re.IGNORECASE,
 )
-MOST_CHARACTERS, MOST_EXPONENT, MOST_POWER, MOST_FACTORIAL = 1000, 10_000, 100, 2000
-MOST_DEPTH, MOST_TERMS, MOST_INDICES, MOST_PIECES = 15, 100_000, 20, 150
 
 
 def plain(text: str) -> str:
@@ -82,13 +66,9 @@ def plain(text: str) -> str:
 
 def by_text(found: str, wanted: str) -> bool | None:
     """Whether two answers are equal, where their text alone decides; None where algebra may."""
-    if any(_SIDE_BY_SIDE.search(text) for text in (found, wanted)):
-        return _GAPS.sub(" ", found).strip() == _GAPS.sub(" ", wanted).strip()
-    if any(_DOTS.search(text) for text in (found, wanted)):
-        return same_text(found, wanted)
-    based = _bases(found, wanted)
-    if based is not None:
-        return based
+    for told in (_side_by_side(found, wanted), _bases(found, wanted)):
+        if told is not None:
+            return told
     words = [_WRAPPED.sub(r"\1", text).removesuffix(".") for text in (found, wanted)]
     same = words[0].casefold() == words[1].casefold()
     if all(_WORD.fullmatch(word) for word in words):
@@ -98,8 +78,8 @@ def by_text(found: str, wanted: str) -> bool | None:
     found, wanted = found.strip("$ "), wanted.strip("$ ")
     if any(pattern.fullmatch(text) for pattern in (_RATIO, _CLOCK) for text in (found, wanted)):
         return _ratios(found, wanted)
-    opens = {_opening(found), _opening(wanted)}
-    return False if opens == {"(", "{"} else None
+    brackets = {_opening(text) for text in (found, wanted) if _opening(text) != "(" or in_order(text)}
+    return False if brackets == {"(", "{"} else None
 
 
 def same_choice(found: str, wanted: str) -> bool | None:
@@ -140,49 +120,6 @@ def contradicts(text: str) -> bool:
     return any(abs(number - numbers[-1]) > abs(numbers[-1]) / 100 for number in numbers)
 
 
-def costly(text: str) -> bool:
-    """Whether algebra on it may take longer than anybody waits: nests, towers of powers, huge powers, factorials."""
-    if len(text) > MOST_CHARACTERS or len(_PIECES.findall(text)) > MOST_PIECES or _deepest(text) > MOST_DEPTH:
-        return True
-    if text.count("_") > MOST_INDICES or _TOWER.search(text) or _TWICE.search(text):
-        return True
-    symbols = {
-        *re.findall("[A-Za-z]", _COMMAND.sub(" ", text)),
-        *enumerate(_ROOTS.findall(text)),
-    }  # brackets of such are multiplied out
-    powers, terms = 1, 0
-    for match in _POWER.finditer(text):
-        exponent = _braced(text, match.end()) if match[2] == "{" else match[2]
-        numbers = re.findall(r"\d+", exponent)
-        if numbers and not re.search("[A-Za-z]", _COMMAND.sub(" ", exponent)) and _GROWS.search(exponent):
-            return True
-        size = prod(int(number) if len(number) < 7 else 10**7 for number in numbers)
-        if size > MOST_EXPONENT:
-            return True
-        powers, terms = powers * max(size, 1), terms + (size if match[1] in ")]}" else 0)
-        if match[1] in ")]}" and powers > MOST_EXPONENT:
-            return True  # powers of powers
-    if symbols and (terms > MOST_POWER or (terms + 1) ** len(symbols) > MOST_TERMS):
-        return True
-    numbers = [match[1] or match[2] for match in _FACTORIAL.finditer(text)]
-    return any(len(number) > 6 or int(number) > MOST_FACTORIAL for number in numbers)
-
-
-def _deepest(text: str) -> int:
-    """How many brackets are open at most."""
-    return max(accumulate((character in "([{") - (character in ")]}") for character in text), default=0)
-
-
-def _braced(text: str, start: int) -> str:
-    """What stands up to the brace that closes one opened before."""
-    depth = 1
-    for index in range(start, len(text)):
-        depth += (text[index] == "{") - (text[index] == "}")
-        if depth == 0:
-            return text[start:index]
-    return text[start:]
-
-
 def has_one_number(text: str) -> bool:
     """Whether a text has one number, behind any `=`, and says that it is the answer: `P(X>2) = 0.5`, `A. 5`."""
     sides = _EQUALS.split(_MODULUS.sub("", text))
@@ -211,7 +148,8 @@ def cases_apart(found: str, wanted: str) -> tuple[str, str]:
 
 
 def parts(text: str) -> list[str]:
-    """What commas outside of all brackets separate."""
+    """What commas, `and` and `or` outside of all brackets separate."""
+    text = _AND.sub(",", text)
     found, depth, start = [], 0, 0
     for index, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
@@ -221,8 +159,15 @@ def parts(text: str) -> list[str]:
     return [part.strip() for part in [*found, text[start:]]]
 
 
+def _side_by_side(found: str, wanted: str) -> bool | None:
+    """Numbers beside each other, and what is left out between some, as they are; None where there is neither."""
+    if any(_SIDE_BY_SIDE.search(text) for text in (found, wanted)):
+        return _GAPS.sub(" ", found).strip() == _GAPS.sub(" ", wanted).strip()
+    return same_text(found, wanted) if any(_DOTS.search(text) for text in (found, wanted)) else None
+
+
 def _bases(found: str, wanted: str) -> bool | None:
-    """Whether numbers with a base are one; None where none has. To algebra a base is a name's index, of which it makes nothing."""
+    """Whether numbers with a base are one; None where none has. To algebra a base is an index, of which it makes nothing."""
     read = [_BASE.search(_TEXTS.sub(r"\1", text)) for text in (found, wanted)]
     bases = [None if each is None else _BASES.get(each[2], each[2]) for each in read]
     if read[0] is None:

@@ -43,7 +43,7 @@ _COMMANDS = (
     (re.compile(r"\\text\s*\{\s*percent\s*\}"), r"\\%"),
     (re.compile(r"(?<=\d)\s*pi(?![A-Za-z])"), r"\\pi"),
     (re.compile(r"\\(?:mathrm|text)\s*\{\s*([ie])\s*\}"), r"\1"),
-    (re.compile(r"(?<=\d)i(?![A-Za-z])"), " i"),  # behind a digit it is no word of its own, and math-verify would call it a symbol
+    (re.compile(r"(?<=\d)i(?![A-Za-z])"), " i"),  # math-verify takes it for the unit where it is a word
     (re.compile(r"(?:\\[,;:! ]|~)+\s*\\?%"), r"\\%"),
 )  # fmt: skip
 _MIXED = re.compile(r"([+-]?\d{1,15})\s+(\d{1,15})\s*/\s*(\d{1,15})")

@@ -13,13 +13,12 @@ from functools import cache
 from typing import Any
 
 from megarl.data.answers import BOXED, Answer, accepted, final_answer
+from megarl.rewards.answer_cost import MOST_CHARACTERS, costly
 from megarl.rewards.answer_forms import (
-    MOST_CHARACTERS,
     by_names,
     by_text,
     cases_apart,
     contradicts,
-    costly,
     has_one_number,
     has_series,
     in_order,
@@ -69,26 +68,36 @@ def _equal_values(found: str, wanted: str) -> bool:
     if found_integer is not None and wanted_integer is not None:
         return found_integer == wanted_integer
     found, wanted = as_ranges(found, wanted)
-    for said in (by_text(found, wanted), same_choice(found, wanted)):
-        if said is not None:
-            return said
+    said = by_text(found, wanted)
+    if said is None:
+        said = same_choice(found, wanted)
+    if said is not None:
+        return said
     if costly(found) or (has_series(found) and not has_series(wanted)) or contradicts(found):
         return same_text(found, wanted)
+    listed = _lists(found, wanted)
+    return _algebra(*cases_apart(found, wanted)) if listed is None else listed
+
+
+def _lists(found: str, wanted: str) -> bool | None:
+    """Whether two lists have the same parts; None where there are none to compare."""
     left, right = parts(found), parts(wanted)
     if min(len(left), len(right)) == 1:  # `\{(1,2),(3,4)\}` for `(1,2),(3,4)`
         left, right = (
-            parts(in_set(text)) if len(other) > 1 else own
-            for text, own, other in ((found, left, right), (wanted, right, left))
+            parts(in_set(found)) if len(right) > 1 else left,
+            parts(in_set(wanted)) if len(left) > 1 else right,
         )
     if max(len(left), len(right)) > MOST_PARTS or r"\pm" in found + wanted:
-        return _algebra(*cases_apart(found, wanted))
+        return None
     if min(len(left), len(right)) > 1:
         return len(left) == len(right) and _same_parts(left, right)
-    # `(1,2)` for `1,2` is in this order.
-    left, right = in_order(found) or by_names(left), in_order(wanted) or by_names(right)
-    if min(len(left), len(right)) > 1 and (len(parts(found)) > 1 or len(parts(wanted)) > 1):
-        return len(left) == len(right) and all(map(equal, left, right))
-    return _algebra(*cases_apart(found, wanted))
+    if max(len(left), len(right)) == 1:
+        return None
+    # `(1,2)` for `1,2`, and for `x=1, y=2`: in this order.
+    ordered = [in_order(text) or by_names(listed) for text, listed in ((found, left), (wanted, right))]
+    if min(map(len, ordered)) == 1:
+        return None
+    return len(ordered[0]) == len(ordered[1]) and all(map(equal, *ordered))
 
 
 def _same_parts(found: list[str], wanted: list[str]) -> bool:

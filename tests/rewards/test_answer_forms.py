@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.answer_forms import by_text, cases_apart, costly, parts, plain
+from megarl.rewards.answer_cost import costly
+from megarl.rewards.answer_forms import by_text, cases_apart, parts, plain
 
 
 @pytest.mark.parametrize(
