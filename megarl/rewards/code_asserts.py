@@ -7,14 +7,15 @@ handed to Python's own `eval`: there are numbers, texts, comparisons and a few f
 from __future__ import annotations
 
 import ast
+import copy
 import math
 import operator
 from collections.abc import Callable
 from typing import Any
 
 VALUE = "_value"  # stands where the call was
-MOST_DIGITS = 10**18  # of numbers that are multiplied or raised
-MOST_POWER = 64
+MOST_BITS = 20_000  # of a product, or a power
+MOST_LENGTH = 65_536  # of a text or a list that is repeated
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (abs, all, any, bool, dict, float, int, len, list, max, min, round, set, sorted, str, sum, tuple)
@@ -29,13 +30,13 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.In: lambda left, right: left in right,
     ast.NotIn: lambda left, right: left not in right,
     ast.Is: lambda left, right: type(left) is type(right) and left == right,
-    ast.IsNot: lambda left, right: type(left) is not type(right) or left != right,
 }
 OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
     ast.Mult: operator.mul,
     ast.Pow: operator.pow,
 }
@@ -54,9 +55,9 @@ class Beyond(ValueError):
 def apart(test: ast.expr) -> tuple[ast.expr, ast.expr] | None:
     """What of an assert runs inside, and the rest with VALUE in its place; None where that is not one part, or all of it."""
     inside: list[ast.expr] = []
-    rest = _Parts(inside).visit(test)
+    rest = _Parts(inside).visit(copy.deepcopy(test))
     decides = not isinstance(rest, ast.Name | ast.UnaryOp)  # whoever is to say no more than yes may guess it
-    return (inside[0], rest) if len(inside) == 1 and decides else None
+    return (inside[0], rest) if len(inside) == 1 and decides and _known(rest) else None
 
 
 def holds(test: ast.expr, value: Any) -> bool:
@@ -88,14 +89,33 @@ class _Parts(ast.NodeTransformer):
         if not isinstance(node, ast.expr):
             return node
         if isinstance(node, outside) or (isinstance(node, ast.Call) and _name(node.func) in FUNCTIONS):
-            if isinstance(node, ast.Call):
-                node.args = [self.visit(each) for each in node.args]
-                for keyword in node.keywords:
-                    keyword.value = self.visit(keyword.value)
-                return node
-            return self.generic_visit(node)
+            return self._call(node) if isinstance(node, ast.Call) else self.generic_visit(node)
         self._inside.append(node)
         return ast.Name(VALUE)
+
+    def _call(self, node: ast.Call) -> ast.expr:
+        """One of FUNCTIONS: inside as well where it is of the code's value alone, of which `list` may be what can be sent."""
+        whole = copy.deepcopy(node)
+        node.args = [self.visit(each) for each in node.args]
+        for keyword in node.keywords:
+            keyword.value = self.visit(keyword.value)
+        if not _name(node.func).endswith("isclose") and node.args and isinstance(node.args[0], ast.Name):
+            self._inside[-1:] = [whole]
+            return ast.Name(VALUE)
+        return node
+
+
+def _known(rest: ast.expr) -> bool:
+    """Whether all of it can be computed here."""
+    signs = {*COMPARISONS, *OPERATIONS, *_SIGNS, ast.And, ast.Or, ast.Load}
+    for node in ast.walk(rest):
+        if isinstance(node, ast.cmpop | ast.operator | ast.unaryop | ast.boolop) and type(node) not in signs:
+            return False
+        if isinstance(node, ast.Starred) or (isinstance(node, ast.Dict) and None in node.keys):
+            return False
+        if isinstance(node, ast.keyword) and node.arg is None:
+            return False
+    return True
 
 
 def _name(function: ast.expr) -> str:
@@ -142,10 +162,15 @@ def _compared(node: ast.Compare, value: Any) -> bool:
 
 
 def _operated(sign: ast.operator, left: Any, right: Any) -> Any:
-    """A product is of numbers that are not large: of texts it would fill the memory."""
-    if isinstance(sign, ast.Mult | ast.Pow):
-        if not all(isinstance(each, int | float) and abs(each) <= MOST_DIGITS for each in (left, right)):
+    """Nothing large comes of it: a product or a power could fill the memory, and `%` of a text as well."""
+    numbers = all(isinstance(each, int | float) for each in (left, right))
+    if isinstance(sign, ast.Mult) and not numbers:
+        count, several = (left, right) if isinstance(left, int) else (right, left)
+        if not isinstance(count, int) or count * len(several) > MOST_LENGTH:
             raise Beyond
-        if isinstance(sign, ast.Pow) and abs(right) > MOST_POWER:
+    elif isinstance(sign, ast.Mult | ast.Pow | ast.Mod):
+        bits = [each.bit_length() if isinstance(each, int) else 1 for each in (left, right)]
+        most = bits[0] * max(abs(right), 1) if isinstance(sign, ast.Pow) else sum(bits)
+        if not numbers or most > MOST_BITS:
             raise Beyond
     return OPERATIONS[type(sign)](left, right)

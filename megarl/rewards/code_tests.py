@@ -294,9 +294,10 @@ def _of_check(body: list[ast.stmt], entry: str) -> list[ast.Assert]:
 
 
 def _is_constant(statement: ast.stmt) -> bool:
-    """A text that explains, or `assert True`."""
-    held = statement.value if isinstance(statement, ast.Expr) else getattr(statement, "test", None)
-    return isinstance(held, ast.Constant) and bool(held.value)
+    """A text that explains, a name that does nothing, or `assert True`."""
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant | ast.Name)
+    return isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Constant) and bool(statement.test.value)
 
 
 def _only_defines(expected: Expected) -> bool:
@@ -322,6 +323,11 @@ def _assert(statement: ast.Assert) -> Expected:
         if isinstance(test.ops[0], ast.Is) and values[1] is not None and values[0] is None:
             return Expected(Check("value", ast.unparse(sides[0])), values[1][0], exactly=True)
     source = ast.unparse(statement)
+    said, denied = (
+        (test.operand, True) if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else (test, False)
+    )
+    if isinstance(said, ast.Call):  # whether yes is right, the code does not see
+        return Expected(Check("value", f"not not {ast.unparse(said)}"), not denied)
     if (found := apart(test)) is not None:
         return Expected(Check("value", ast.unparse(found[0])), rest=found[1])
     return Expected(Check("assert", source))
