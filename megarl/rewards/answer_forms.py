@@ -114,10 +114,10 @@ def by_names(listed: list[str]) -> list[str]:
 
 
 def contradicts(text: str) -> bool:
-    """Whether it says that one number is another, `18 = 17`: of rounded ones a hundredth may be between them."""
+    """Whether it says that one number is another, `18 = 17`: of rounded ones a fiftieth may be between them."""
     sides = [side for side in _EQUALS.split(text) if _PLAIN.fullmatch(side.strip("$ "))]
     numbers = [float(Fraction(re.sub(r"[\s,]", "", side.strip("$ ")))) for side in sides]
-    return any(abs(number - numbers[-1]) > abs(numbers[-1]) / 100 for number in numbers)
+    return any(abs(number - numbers[-1]) > abs(numbers[-1]) / 50 for number in numbers)
 
 
 def has_one_number(text: str) -> bool:

@@ -35,7 +35,7 @@ def _read(text: str) -> tuple[str, str] | None:
     """The symbol, and the intervals that it is in; None where it is something else."""
     if not re.search(r"[<>]|\\[lg]e", text):
         return None
-    text = text.strip("$ .")
+    text = re.sub(r"\s+", " ", text).strip("$ .")  # patterns would try each way to share out many
     built = _BUILDER.fullmatch(text)
     pieces = [_interval(piece) for piece in _OR.split(built[1] if built else text)]
     if not pieces or any(piece is None for piece in pieces):
@@ -53,15 +53,15 @@ def _interval(text: str) -> tuple[str, str] | None:
             first, sign, other, last = last, _TURN[_plain(other)], _TURN[_plain(sign)], first
         if _plain(sign) in (">", r"\ge") or _plain(other) in (">", r"\ge") or not first.strip() or not last.strip():
             return None
-        return symbol, f"{_open(sign)}{first},{last}{_close(other)}"
+        return symbol, f"{_open(sign)}{first.strip()},{last.strip()}{_close(other)}"
     one, turned = _ONE.fullmatch(text), _TURNED.fullmatch(text)
     if one is not None:
-        symbol, sign, end = one[1], _plain(one[2]), one[3]
+        symbol, sign, end = one[1], _plain(one[2]), one[3].strip()
     elif turned is not None:
-        symbol, sign, end = turned[3], _TURN[_plain(turned[2])], turned[1]
+        symbol, sign, end = turned[3], _TURN[_plain(turned[2])], turned[1].strip()
     else:
         return None
-    if not end.strip() or re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", end)):
+    if not end or re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", end)):
         return None
     if sign in ("<", r"\le"):
         return symbol, rf"(-\infty,{end}{_close(sign)}"
