@@ -8,48 +8,56 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from itertools import accumulate
+from math import gcd
+
+from megarl.rewards.answer_units import changes
 
 _GAP = r"(?:\\[,;:! ]|~|\{,\}|,\\!|[ \u00a0\u2009\u202f])"
 _THOUSANDS = re.compile(rf"(?<![\d.])\d{{1,3}}(?:{_GAP} ?\d{{3}})+(?![\d.])")
 _SCIENTIFIC = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)[eE](?:\+|(-))?0*(\d+)")
 _COUNTED = re.compile(r"([$€£]?[+-]?[\d.,]+)\s+([A-Za-z]{3,}(?: [A-Za-z]+)*)\.?")
-# Words that change the number before them.
-_NO_UNITS = re.compile(
-    r"\b(hundred|(thous|mill|bill|trill)\w+|dozen|percent|hal(f|ves)|(third|quarter|tenth)s?|and|or|to|sin|cos|tan|log|sqrt|times|plus"
-    r"|minus|over)\b",
-    re.IGNORECASE,
-)
 _SIDE_BY_SIDE = re.compile(r"(?<![_^\d.])\d[\d.]*(?:\s|\\[,;:! ]|\\q?quad|~)+\d+(?!\d|\s*/|\.\d)")
+_GAPS = re.compile(r"(?:[\s$]|\\[,;:! ]|\\q?quad|~)+")
 _DOTS = re.compile(r"\\[lcd]?dots[a-z]*|\.\.\.|…")
 _RATIO = re.compile(r"\d{1,1000}(?:\s*:\s*\d{1,1000})+")  # Python reads numbers of no more than 4300 digits
-_CLOCK = re.compile(r"\d{1,2}:[0-5]\d")
+_CLOCK = re.compile(
+    r"(\d{1,2}:[0-5]\d)(?:\s|\\[,;: ]|~)*(?:\\(?:text|mathrm)\s*\{\s*)?(?:([ap])\.?\s?m\.?)?\s*\}?", re.IGNORECASE
+)
 _WORD = re.compile(r"[A-Z]{2,}|[A-Za-z]{5,}|(?i:yes|no|true)|[A-Z][a-z]{2,}")  # other short ones are products as well
 _BEGUN = re.compile(r"[A-Z]?[a-z]{2,}")  # a capital begins a sentence: `Even` is `even`
 _WRAPPED = re.compile(
     r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname)\s*\{([^{}]*)\}|\\(?:angle|triangle)\b|[$\s]"
 )
+_AND = re.compile(r",?\s*\\text\s*\{\s*,?\s*(?:and|or)\s*\}\s*|,?\s+(?:and|or)\s+|;")
+_TEXTS = re.compile(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}(?!\s*\})")
 _COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname)\s*\{[^{}]*\}|\\[A-Za-z]+")
 _LETTERS = "qwzjuykvxphstbca"  # for symbols; others have meanings of their own
-_TOWER = re.compile(r"\d\s*\^\s*\{?\s*\(?\d+\s*\^")
-_EXPONENT = re.compile(r"(\S)\s*\^\s*\{?\s*[+-]?(\d+)")
-_FACTORIAL = re.compile(r"(\d+)\s*!|\\[dt]?binom\s*\{?\s*(\d+)")
 _SERIES = re.compile(r"\\(?:sum|prod|i*int|oint|lim|Gamma)(?![A-Za-z])")
-_BASE = re.compile(r"\d_\{?(\d+)\}?[$.\s]*$")
+_BASE = re.compile(
+    r"(?:^|[-+\s{(])([\da-zA-Z]*\d[\da-zA-Z]*|\d*[A-F]+)_\{?(?:\\text\{)?\s*(\d+|[a-z]+)\s*\}{0,2}[$.\s]*$"
+)
+_BASES = dict(
+    zip(["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"], map(str, range(2, 11)), strict=True)
+)
+_CHOICE = re.compile(
+    r"(?:(?:option|choice|answer)\s*)?(?:\(([A-J])\)|([A-J])(?=[).:]|$))[).:]?(.*)", re.IGNORECASE | re.DOTALL
+)
 _MODULUS = re.compile(r"\(\s*\\?[bp]?mod\b\s*\{?\s*\d+\s*\}?\s*\)")
 _EQUALS = re.compile(r"(?<![!<>:\\])=")
+_PLAIN = re.compile(r"[+-]?\d{1,15}(?:,\d{3})*(?:\.\d{1,15}|/0{0,9}[1-9]\d{0,9})?")
 _NUMBER = re.compile(r"\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|\d+(?:,\d{3})*(?:\.\d+)?(?:\s*/\s*\d+)?|\.\d+")
 _DENIED = re.compile(
     r"\\(?:n?[lg]eq?(?:slant|q)?|neq?|not|notin|neg|[lg]t|ll|gg)(?![A-Za-z])|[<>≠≤≥¬!^_]|\b(?:not|no|nor|never|or|and)\b",
     re.IGNORECASE,
 )
-MOST_CHARACTERS, MOST_EXPONENT, MOST_POWER, MOST_FACTORIAL = 1000, 10_000, 100, 2000
 
 
 def plain(text: str) -> str:
     r"""Numbers in the form that algebra reads: no separators of thousands (`10\,000`), no `1e-05`, no words behind them."""
     text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text.strip())
     counted = _COUNTED.fullmatch(text)
-    if counted is not None and not _NO_UNITS.search(counted[2]):
+    if counted is not None and not changes(counted[2]):
         text = counted[1]
     scientific = _SCIENTIFIC.fullmatch(text)
     # As text: Python makes no number of more than 4300 digits, and a model may write as many as it likes.
@@ -58,34 +66,58 @@ def plain(text: str) -> str:
 
 def by_text(found: str, wanted: str) -> bool | None:
     """Whether two answers are equal, where their text alone decides; None where algebra may."""
-    if any(form.search(text) for form in (_DOTS, _SIDE_BY_SIDE) for text in (found, wanted)):
-        return same_text(found, wanted)
-    bases = [_BASE.search(text) for text in (found, wanted)]
-    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
-        return False  # to algebra a name's index, of which it makes nothing behind a number
+    for told in (_side_by_side(found, wanted), _bases(found, wanted)):
+        if told is not None:
+            return told
     words = [_WRAPPED.sub(r"\1", text).removesuffix(".") for text in (found, wanted)]
     same = words[0].casefold() == words[1].casefold()
     if all(_WORD.fullmatch(word) for word in words):
         return same
     if same and all(_BEGUN.fullmatch(word) for word in words):
         return True
-    ratios = [_RATIO.fullmatch(text.strip("$ ")) for text in (found, wanted)]
-    if any(ratios):
-        return _ratios(found.strip("$ "), wanted.strip("$ "))
-    opens = {_opening(found), _opening(wanted)}
-    return False if opens == {"(", "{"} else None
+    found, wanted = found.strip("$ "), wanted.strip("$ ")
+    if any(pattern.fullmatch(text) for pattern in (_RATIO, _CLOCK) for text in (found, wanted)):
+        return _ratios(found, wanted)
+    brackets = {_opening(text) for text in (found, wanted) if _opening(text) != "(" or in_order(text)}
+    return False if brackets == {"(", "{"} else None
 
 
-def costly(text: str) -> bool:
-    """Whether algebra on it may take longer than anybody waits: towers of powers, huge powers, factorials."""
-    if len(text) > MOST_CHARACTERS or _TOWER.search(text):
-        return True
-    multiplied_out = re.search("[A-Za-z]", _COMMAND.sub(" ", text)) is not None  # brackets with symbols are
-    for base, exponent in _EXPONENT.findall(text):
-        if len(exponent) > 6 or int(exponent) > (MOST_POWER if multiplied_out and base in ")]}" else MOST_EXPONENT):
-            return True
-    numbers = (match[1] or match[2] for match in _FACTORIAL.finditer(text))
-    return any(len(number) > 6 or int(number) > MOST_FACTORIAL for number in numbers)
+def same_choice(found: str, wanted: str) -> bool | None:
+    """Whether `(A) 5` is the choice `A`; None where no letter of a choice is wanted, or none is marked as one."""
+    letter, marked = (_WRAPPED.sub(r"\1", text) for text in (wanted, found))
+    choice = _CHOICE.fullmatch(marked)
+    if not re.fullmatch(r"\(?[A-J]\)?", letter) or choice is None or choice[0] == (choice[1] or choice[2]):
+        return None
+    if _DENIED.search(_COMMAND.sub(" ", found)) or re.search(r"(?<![A-Za-z])[A-J](?![A-Za-z])", choice[3]):
+        return False  # more than one
+    return (choice[1] or choice[2]).upper() == letter.strip("()")
+
+
+def in_set(text: str) -> str:
+    """What the braces of a set hold; the text itself where there are none around all of it."""
+    bare = re.sub(r"\\(?:left|right)(?![a-z])", "", text).strip("$ ")
+    inside = bare[2:-2] if bare.startswith(r"\{") and bare.endswith(r"\}") else ""
+    return inside if inside and r"\{" not in inside else text
+
+
+def in_order(text: str) -> list[str] | None:
+    """What one pair of round brackets around all of it holds, part by part; None where there is none."""
+    bare = re.sub(r"\\(?:left|right)(?![a-z])", "", text).strip("$ ")
+    inside = parts(bare[1:-1]) if bare[:1] == "(" and bare[-1:] == ")" else []
+    depths = list(accumulate((character in "([{") - (character in ")]}") for character in bare))
+    return inside if len(inside) > 1 and 0 not in depths[:-1] else None
+
+
+def by_names(listed: list[str]) -> list[str]:
+    """`y=1, x=2` in the order of its names; others as they are."""
+    return sorted(listed) if all(re.match(r"\s*[a-z]\s*=", each) for each in listed) else listed
+
+
+def contradicts(text: str) -> bool:
+    """Whether it says that one number is another, `18 = 17`: of rounded ones a fiftieth may be between them."""
+    sides = [side for side in _EQUALS.split(text) if _PLAIN.fullmatch(side.strip("$ "))]
+    numbers = [float(Fraction(re.sub(r"[\s,]", "", side.strip("$ ")))) for side in sides]
+    return any(abs(number - numbers[-1]) > abs(numbers[-1]) / 50 for number in numbers)
 
 
 def has_one_number(text: str) -> bool:
@@ -116,7 +148,8 @@ def cases_apart(found: str, wanted: str) -> tuple[str, str]:
 
 
 def parts(text: str) -> list[str]:
-    """What commas outside of all brackets separate."""
+    """What commas, `and` and `or` outside of all brackets separate."""
+    text = _AND.sub(",", text)
     found, depth, start = [], 0, 0
     for index, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
@@ -126,14 +159,37 @@ def parts(text: str) -> list[str]:
     return [part.strip() for part in [*found, text[start:]]]
 
 
+def _side_by_side(found: str, wanted: str) -> bool | None:
+    """Numbers beside each other, and what is left out between some, as they are; None where there is neither."""
+    if any(_SIDE_BY_SIDE.search(text) for text in (found, wanted)):
+        return _GAPS.sub(" ", found).strip() == _GAPS.sub(" ", wanted).strip()
+    return same_text(found, wanted) if any(_DOTS.search(text) for text in (found, wanted)) else None
+
+
+def _bases(found: str, wanted: str) -> bool | None:
+    """Whether numbers with a base are one; None where none has. To algebra a base is an index, of which it makes nothing."""
+    read = [_BASE.search(_TEXTS.sub(r"\1", text)) for text in (found, wanted)]
+    bases = [None if each is None else _BASES.get(each[2], each[2]) for each in read]
+    if read[0] is None:
+        return None
+    if read[1] is None:
+        return None if bases[0] == "10" else False
+    return bases[0] == bases[1] and read[0][1].casefold() == read[1][1].casefold()
+
+
 def _ratios(found: str, wanted: str) -> bool | None:
     """Times of day as they are, ratios but for a factor; a ratio of two may be written as a fraction."""
-    if all(_CLOCK.fullmatch(text) for text in (found, wanted)):
-        return found == wanted
+    clocks = [_CLOCK.fullmatch(text) for text in (found, wanted)]
+    if clocks[0] and clocks[1]:
+        halves = {(each[2] or "").lower() for each in clocks if each is not None}
+        return clocks[0][1] == clocks[1][1] and (len(halves) == 1 or "" in halves)
     left, right = (_RATIO.fullmatch(text) for text in (found, wanted))
     if left is None or right is None:
         longer = left or right
-        return None if longer is not None and longer[0].count(":") == 1 else False
+        if longer is None or longer[0].count(":") != 1:
+            return False
+        # Nobody writes a ratio as 3:30.
+        return False if _CLOCK.fullmatch(longer[0]) and gcd(*map(int, longer[0].split(":"))) > 1 else None
     return _lowest(found) == _lowest(wanted)
 
 

@@ -18,6 +18,7 @@ from itertools import chain
 from typing import Any
 
 from megarl.data.answers import Answer
+from megarl.rewards.code_asserts import apart, holds
 from megarl.sandbox.job import Check, Checked
 
 # Fields that data sets keep their tests in, in the order in which they are looked for; then the row's answer. Public tests are
@@ -55,12 +56,14 @@ class Expected:
     """A line that is run after the code. For a value: what it should be.
 
     exactly: of the same type too, as `is` asks. as_json: lists and tuples are alike, and a list of one stands for its item.
+    rest: of an assert that does more than compare with one value, what is left of it without the code's call.
     """
 
     check: Check
     value: Any = None
     exactly: bool = False
     as_json: bool = False
+    rest: ast.expr | None = None
 
     def met(self, said: Checked) -> bool:
         """Whether the check passed. What a value is, is judged here, where the code cannot reach."""
@@ -70,6 +73,8 @@ class Expected:
             value = ast.literal_eval(said.text)
         except NO_LITERAL:
             return False  # a set of sets as well, which has no literal
+        if self.rest is not None:
+            return holds(self.rest, value)
         if self.as_json:
             wanted = _lists(self.value)
             return _lists(value) == wanted or (isinstance(wanted, list) and [_lists(value)] == wanted)
@@ -265,9 +270,34 @@ def _code(source: str, metadata: Mapping[str, Any]) -> RowTests:
     if body and all(isinstance(each, ast.Assert) for each in body):
         return RowTests(checks=tuple(_assert(each) for each in body if isinstance(each, ast.Assert)))
     entry = metadata.get("entry_point")
+    if entry and (asserts := _of_check(body, str(entry))):
+        return RowTests(checks=tuple(map(_assert, asserts)))
     if entry and any(isinstance(each, ast.FunctionDef) and each.name == "check" for each in body):
         source = f"{source}\ncheck({entry})"
     return RowTests(checks=(Expected(Check("assert", source)),)) if body else RowTests()
+
+
+def _of_check(body: list[ast.stmt], entry: str) -> list[ast.Assert]:
+    """The asserts of HumanEval's `check`, of the function itself, where it holds nothing else; else none."""
+    checks = [each for each in body if isinstance(each, ast.FunctionDef) and each.name == "check"]
+    if len(checks) != 1 or any(_literal(each.value) is None for each in body if isinstance(each, ast.Assign)):
+        return []
+    if not all(isinstance(each, ast.Assign) for each in body if each is not checks[0]) or len(checks[0].args.args) != 1:
+        return []
+    said = [each for each in checks[0].body if not isinstance(each, ast.Pass) and not _is_constant(each)]
+    if not all(isinstance(each, ast.Assert) for each in said):
+        return []
+    candidate = checks[0].args.args[0].arg
+    for name in (each for statement in said for each in ast.walk(statement) if isinstance(each, ast.Name)):
+        name.id = entry if name.id == candidate else name.id
+    return [each for each in said if isinstance(each, ast.Assert)]
+
+
+def _is_constant(statement: ast.stmt) -> bool:
+    """A text that explains, a name that does nothing, or `assert True`."""
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant | ast.Name)
+    return isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Constant) and bool(statement.test.value)
 
 
 def _only_defines(expected: Expected) -> bool:
@@ -292,7 +322,15 @@ def _assert(statement: ast.Assert) -> Expected:
             return Expected(Check("value", ast.unparse(sides[0] if values[0] is None else sides[1])), literal[0])
         if isinstance(test.ops[0], ast.Is) and values[1] is not None and values[0] is None:
             return Expected(Check("value", ast.unparse(sides[0])), values[1][0], exactly=True)
-    return Expected(Check("assert", ast.unparse(statement)))
+    source = ast.unparse(statement)
+    said, denied = (
+        (test.operand, True) if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else (test, False)
+    )
+    if isinstance(said, ast.Call):  # whether yes is right, the code does not see
+        return Expected(Check("value", f"not not {ast.unparse(said)}"), not denied)
+    if (found := apart(test)) is not None:
+        return Expected(Check("value", ast.unparse(found[0])), rest=found[1])
+    return Expected(Check("assert", source))
 
 
 def _literal(node: ast.expr) -> tuple[Any] | None:

@@ -13,17 +13,24 @@ from functools import cache
 from typing import Any
 
 from megarl.data.answers import BOXED, Answer, accepted, final_answer
+from megarl.rewards.answer_cost import MOST_CHARACTERS, costly
 from megarl.rewards.answer_forms import (
-    MOST_CHARACTERS,
+    by_names,
     by_text,
     cases_apart,
-    costly,
+    contradicts,
     has_one_number,
     has_series,
+    in_order,
+    in_set,
     parts,
     plain,
+    same_choice,
     same_text,
 )
+from megarl.rewards.answer_ranges import as_ranges
+from megarl.rewards.answer_spelling import respelled
+from megarl.rewards.answer_units import without_units
 
 MOST_PARTS = 20  # of a list that is compared part by part
 DIGITS, EXACT, NEAR = 60, 1e-40, 1e-5
@@ -47,19 +54,50 @@ def equal(found: str, wanted: str) -> bool:
     """Whether two final answers are the same number, expression, list, set or interval."""
     if found == wanted or len(found) > MOST_CHARACTERS:  # of a policy: patterns and algebra would be at it for minutes
         return same_text(found, wanted)
-    found, wanted = plain(found), plain(wanted)
+    found, wanted = respelled(found), respelled(wanted)
     found_integer, wanted_integer = _integer(found), _integer(wanted)
     if found_integer is not None and wanted_integer is not None:
         return found_integer == wanted_integer
+    measured = without_units(found, wanted)
+    return measured is not None and _equal_values(plain(measured[0]), plain(measured[1]))
+
+
+def _equal_values(found: str, wanted: str) -> bool:
+    """Whether they are equal as they stand, their units taken away."""
+    found_integer, wanted_integer = _integer(found), _integer(wanted)
+    if found_integer is not None and wanted_integer is not None:
+        return found_integer == wanted_integer
+    found, wanted = as_ranges(found, wanted)
     said = by_text(found, wanted)
+    if said is None:
+        said = same_choice(found, wanted)
     if said is not None:
         return said
-    if costly(found) or (has_series(found) and not has_series(wanted)):
+    if costly(found) or (has_series(found) and not has_series(wanted)) or contradicts(found):
         return same_text(found, wanted)
+    listed = _lists(found, wanted)
+    return _algebra(*cases_apart(found, wanted)) if listed is None else listed
+
+
+def _lists(found: str, wanted: str) -> bool | None:
+    """Whether two lists have the same parts; None where there are none to compare."""
     left, right = parts(found), parts(wanted)
-    if min(len(left), len(right)) > 1 and max(len(left), len(right)) <= MOST_PARTS and r"\pm" not in found + wanted:
+    if min(len(left), len(right)) == 1:  # `\{(1,2),(3,4)\}` for `(1,2),(3,4)`
+        left, right = (
+            parts(in_set(found)) if len(right) > 1 else left,
+            parts(in_set(wanted)) if len(left) > 1 else right,
+        )
+    if max(len(left), len(right)) > MOST_PARTS or r"\pm" in found + wanted:
+        return None
+    if min(len(left), len(right)) > 1:
         return len(left) == len(right) and _same_parts(left, right)
-    return _algebra(*cases_apart(found, wanted))
+    if max(len(left), len(right)) == 1:
+        return None
+    # `(1,2)` for `1,2`, and for `x=1, y=2`: in this order.
+    ordered = [in_order(text) or by_names(listed) for text, listed in ((found, left), (wanted, right))]
+    if min(map(len, ordered)) == 1:
+        return None
+    return len(ordered[0]) == len(ordered[1]) and all(map(equal, *ordered))
 
 
 def _same_parts(found: list[str], wanted: list[str]) -> bool:
@@ -121,9 +159,14 @@ def _close(found: list[Any], wanted: list[Any]) -> bool:
 @cache
 def _whole() -> Any:
     """Says that an answer is all that stands in its box, and no sentence that is to be looked through."""
+    from dataclasses import replace
+
     from math_verify import LatexExtractionConfig
 
-    return LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0)
+    usual = LatexExtractionConfig().normalization_config
+    return LatexExtractionConfig(
+        try_extract_without_anchor=False, boxed_match_priority=0, normalization_config=replace(usual, units=False)
+    )
 
 
 @cache

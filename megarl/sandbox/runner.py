@@ -66,6 +66,8 @@ def literal(value: Any, depth: int = 0) -> str:
     for plain in (int, float, complex, str, bytes):
         if issubclass(kind, plain):
             text = str(plain.__repr__(value))
+            if plain is float:
+                text = text.replace("inf", "1e999")
             if plain in (float, complex) and "n" in text:
                 raise ValueError(f"{text} has no literal")
             return text

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rewards.answer_forms import by_text, cases_apart, costly, parts, plain
+from megarl.rewards.answer_forms import (
+    by_names,
+    by_text,
+    cases_apart,
+    contradicts,
+    in_order,
+    in_set,
+    parts,
+    plain,
+    same_choice,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +59,14 @@ def test_any_separator_of_thousands_is_one(number: int) -> None:
         ("abc", "acb", None),
         ("(1,2)", r"\left\{1,2\right\}", False),
         (r"1,\dots,9", r"$1, \dots, 9$", True),
+        ("1 7", "17", False),
+        ("17_8", "17", False),
+        ("17", "17_8", None),
+        ("17_{10}", "17", None),
+        ("3:30 pm", r"3:30\text{ p.m.}", True),
+        ("3:30 am", r"3:30\text{ p.m.}", False),
+        ("0.1", "3:30", False),
+        (r"\{(1,2)\}", "(1,2),(3,4)", None),
     ],
 )
 def test_where_the_text_decides(found: str, wanted: str, said: bool | None) -> None:
@@ -67,8 +85,28 @@ def test_commas_within_brackets_separate_nothing() -> None:
     assert parts("1") == ["1"]
 
 
+def test_a_choice_has_one_marked_letter() -> None:
+    assert same_choice(r"\textbf{(C)}\ 12", "C") is True
+    assert same_choice("(C)", r"\text{(C)}") is True
+    assert same_choice("C", "C") is None  # the text alone says it
+    assert same_choice("D. 12", "C") is False
+    assert same_choice("C. not (D)", "C") is False
+    assert same_choice("12", "C") is None
+    assert same_choice("C) 12", "12") is None
+
+
+def test_brackets_around_all_of_it() -> None:
+    assert in_order(r"\left(1, f(2)\right)") == ["1", "f(2)"]
+    assert in_order("(1,2),(3,4)") is None
+    assert in_order("(1)") is None
+    assert in_set(r"\{1,2\}") == "1,2"
+    assert in_set("1,2") == "1,2"
+    assert by_names(["y=1", "x=2"]) == ["x=2", "y=1"]
+    assert by_names(["2", "1"]) == ["2", "1"]
+
+
 @pytest.mark.parametrize(
-    "text", ["2^{2023}", "x^{2023}-1", r"e^{i\pi/3}", "2^{n^{2}}", "(1+x)^{50}", "100!", r"\binom{52}{13}"]
+    ("text", "does"), [("18=17", True), ("x=1/3=0.33", False), ("2/0=1", False), ("a=18=17", True)]
 )
-def test_what_contests_ask_for_is_computed(text: str) -> None:
-    assert not costly(text)
+def test_a_number_is_no_other(text: str, does: bool) -> None:
+    assert contradicts(text) is does

@@ -63,7 +63,7 @@ def test_asserts() -> None:
     assert tests.checks == (
         Expected(Check("value", "f(1)"), [2, -3]),
         Expected(Check("value", "f(2)"), 4),
-        Expected(Check("assert", "assert f(3)")),
+        Expected(Check("value", "not not f(3)"), True),
         Expected(Check("value", "f(4)"), None, exactly=True),
     )
     assert read_tests({"tests": "assert f(1) == [2, -3]\nassert 4 == f(2)"}, "", None).checks == tests.checks[:2]
@@ -71,10 +71,20 @@ def test_asserts() -> None:
 
 
 def test_other_statements_are_one_test() -> None:
-    source = "def check(candidate):\n    assert candidate(1) == 2"
+    source = "def check(candidate):\n    for x in [1]:\n        assert candidate(x) == 2"
     assert read_tests({"test": source, "entry_point": "f"}, "", None).checks == (
         Expected(Check("assert", f"{source}\ncheck(f)")),
     )
+
+
+def test_a_check_function_of_asserts_alone_is_as_many_tests() -> None:
+    source = "METADATA = {}\ndef check(c):\n    'why'\n    print\n    assert True\n    assert c(1) == 2, 'm'\n    assert not c(0)"
+    assert read_tests({"test": source, "entry_point": "f"}, "", None).checks == (
+        Expected(Check("value", "f(1)"), 2),
+        Expected(Check("value", "not not f(0)"), False),
+    )
+    looped = f"{source}\n    for x in range(3):\n        assert c(x) == x"
+    assert [each.check.kind for each in read_tests({"test": looped, "entry_point": "f"}, "", None).checks] == ["assert"]
 
 
 def test_definitions_beside_tests_are_no_mistake() -> None:

@@ -109,6 +109,39 @@ def test_rewards(response: str, answer: str, reward: float) -> None:
         (r"1, 2, \ldots, 9", r"1,2,\ldots,9"),
         (r"\sqrt{2}\sqrt{3}-\sqrt{6}", "0"),
         ("9^{9^{9}}", "9^{9^{9}} "),
+        (r"5\text{ cm}", "5 centimeters"),
+        (r"12 \text{ cm}^{2}", "12 square centimeters"),
+        (r"12\,\mathrm{cm}^2", "12 cm²"),
+        (r"9.8 \mathrm{~m/s^2}", "9.8"),
+        (r"3\sqrt{2}\text{ inches}", r"3\sqrt2"),
+        ("100 m", "100 meters"),
+        ("45°", r"45^{\circ}"),
+        ("20°C", r"20^{\circ} \mathrm{C}"),
+        (r"\$18.90", "18.9 dollars"),
+        ("60 mph", r"60\text{ miles per hour}"),
+        (r"(5,\infty)", "x>5"),
+        (r"(5, ∞)", r"\{x \mid x>5\}"),
+        (r"[2,5)", r"2 ≤ x < 5"),
+        ("(-1,7)", "7>x>-1"),
+        (r"(-\infty,-3]\cup[3,\infty)", r"x\le -3 \text{ or } x\ge 3"),
+        ("√2", r"\sqrt{2}"),
+        ("3√5", r"\sqrt{45}"),
+        ("∛4", r"\sqrt[3]{4}"),
+        ("½", "0.5"),
+        ("2 1/3", r"\frac{7}{3}"),
+        (r"0.1\overline{6}", r"\frac{1}{6}"),
+        ("x²", "x^2"),
+        ("𝟓", "５"),
+        ("3 + 4 i", "3+4i"),
+        (r"\varnothing", r"\{\}"),
+        ("(1,2)", "x=1, y=2"),
+        (r"\{(1,2),(3,4)\}", "(3,4),(1,2)"),
+        (r"1, 2 \text{ and } 3", r"\{1,2,3\}"),
+        ("17_8", r"17_{\text{eight}}"),
+        (r"2\text{A}_{16}", "2A_{16}"),
+        ("17", "17_{10}"),
+        ("3:30 PM", r"3:30\text{ p.m.}"),
+        ("3:4", r"3\text{ to }4"),
     ],
 )
 def test_what_is_equal(left: str, right: str) -> None:
@@ -150,6 +183,30 @@ def test_what_is_equal(left: str, right: str) -> None:
         (r"\{0,1\}", "(0,1)"),
         ("5 million", "5"),
         ("123_5", "123_{6}"),
+        (r"5\text{ cm}", r"5\text{ m}"),
+        (r"5\text{ cm}", "5m"),
+        (r"5\text{ cm}", "5 inches"),
+        (r"12\text{ cm}^2", r"12\text{ cm}^3"),
+        ("60 mph", r"60\,\text{km/h}"),
+        ("100 m", "100 km"),
+        (r"\$5", "5 cents"),
+        ("45 radians", r"45^\circ"),
+        (r"20^\circ\text{F}", "20°C"),
+        ("x+2h", "x+2"),
+        ("6s", "6t"),
+        (r"\frac{1}{2}g", r"\frac{1}{2}"),
+        (r"5\text{ thousand}", "5"),
+        ("(2,1)", "1,2"),
+        ("(1,2)", "y=1, x=2"),
+        (r"(5,\infty)", r"x \ge 5"),
+        ("x>5", "y>5"),
+        (r"(-\infty,-3]\cup[3,\infty)", r"x\le -3 \text{ and } x\ge 3"),
+        ("A", r"(A) \text{ or } (B)"),
+        ("A", "(A), (B)"),
+        ("3:30 PM", r"3:30\text{ AM}"),
+        ("3:30", "0.1"),
+        ("1 7", "17"),
+        ("18 = 17", "17 "),
     ],
 )
 def test_what_is_not_equal(left: str, right: str) -> None:
@@ -170,12 +227,30 @@ def test_what_is_not_equal(left: str, right: str) -> None:
         r"23 \bmod 17",
         r"\ge 17",
         r"23 \text{ final answer is } $17$. I hope",
+        r"17 \text{ or 18 or 19}",
+        r"17 \text{ [alternatively 23]}",
+        r"17\text{(23)}",
+        "17 perhaps thirteen",
+        r"17\text{ is wrong}",
+        "17 squared",
+        "23=17",
     ],
 )
 def test_a_box_that_says_more_than_its_last_number_is_not_that_number(hedged: str) -> None:
     """math-verify looks through what it cannot read as a whole for the last number, or the first."""
     assert math("", rf"\boxed{{{hedged}}}", "17", {}) == 0.0
     assert math("", r"\boxed{17}", hedged, {}) == 0.0
+
+
+@pytest.mark.parametrize("chosen", [r"\textbf{(A)}\ 5", "Option A", "A.", "A) red", "A: 5", r"\text{(A) 5}"])
+def test_a_choice_is_its_letter(chosen: str) -> None:
+    assert math("", rf"\boxed{{{chosen}}}", r"\text{A}", {}) == 1.0
+    assert math("", rf"\boxed{{{chosen}}}", "B", {}) == 0.0
+
+
+def test_a_base_may_be_left_out_and_not_invented() -> None:
+    assert math("", r"\boxed{1101}", "1101_2", {}) == 1.0
+    assert math("", r"\boxed{17_8}", "17", {}) == 0.0
 
 
 @pytest.mark.parametrize("marked", [r"\approx 17", "A. 17", r"17 \text{ (mod 23)}", r"10 apples + 7 apples = 17"])
@@ -199,6 +274,21 @@ def test_what_algebra_raises_at_is_wrong_and_no_failure() -> None:
         "0" * 20_000 + ",1",
         "0" * 20_000 + "x",
         "1+" * 500 + "1",
+        "(9^{9999})^{9999}",
+        r"2^{2\cdot 10^{9}}",
+        r"2^{\binom{100}{50}}",
+        "((5!)!)!",
+        "{1000000}!",
+        "(10^6)!",
+        "17!!",
+        r"(1+\sqrt2)^{9999}",
+        "(x+y+z+w+v+u)^{40}",
+        r"\frac{x^{9999}-1}{x-1}",
+        "x^x^x^x^x^2",
+        "(" * 60 + "1" + ")" * 60,
+        "a_" * 200 + "1",
+        "x" * 500,
+        "(x+1)" * 40,
     ],
 )
 def test_what_takes_for_ever_is_wrong_at_once(endless: str) -> None:
