@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import ray
+from ray._private.node import Node as RayNode
 
 from megarl.cluster.network import address_towards
 from megarl.cluster.nodes import Node, Nodes
@@ -160,7 +161,8 @@ class Runtime:
         if ray.is_initialized():
             self.nodes.clean()
             self.nodes.services.let_go_on()
-            ray.shutdown()
+            with _sigterm_heard():
+                ray.shutdown()
         self.nodes.services.close()
         cleaned = janitor.clean(self.run_id, self.scratch.registry, but=[self.scratch.guard.pid])
         if cleaned.pids:
@@ -295,3 +297,27 @@ def _own_signals() -> Iterator[None]:
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what came meanwhile is heard now
+
+
+@contextmanager
+def _sigterm_heard() -> Iterator[None]:
+    """Keeps SIGTERM's handler while Ray ends: its core, as it is closed, lets the system's own end this process (2.60,
+    RayLog::UninstallSignalAction). That is before Ray waits for its processes, and for good.
+    """
+    wait_for = RayNode.kill_all_processes
+
+    def hear() -> None:
+        handler = signal.getsignal(signal.SIGTERM)  # as Python knows it
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+    def heard(node: RayNode, *args: Any, **settings: Any) -> None:
+        hear()
+        wait_for(node, *args, **settings)
+
+    RayNode.kill_all_processes = heard
+    try:
+        yield
+    finally:
+        RayNode.kill_all_processes = wait_for
+        hear()
