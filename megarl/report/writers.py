@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -15,6 +16,9 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
+
+import psutil
+from pydantic import ValidationError
 
 from megarl.core.errors import MegarlError, StoppedError, UserError
 from megarl.core.keys import wandb_key_place
@@ -25,6 +29,8 @@ from megarl.report.history import METRICS_FILE, trim_history
 
 TENSORBOARD_FOLDER = "tensorboard"
 FINISH_S = 60  # that a run waits in the end for wandb's server, which may answer no more
+ANSWER_S = 60.0  # that it waits for wandb's process on this machine; in the end beyond that
+WANDBS_PROCESS = "wandb-core"
 
 log = get_logger(__name__)
 
@@ -144,7 +150,7 @@ class WandbWriter:
         init = partial(
             wandb.init, project=project, name=name, group=name, config=dict(config), dir=str(folder), settings=settings
         )
-        self._lost, self._teardown = (ConnectionError, wandb.errors.Error), wandb.teardown
+        self._teardown = wandb.teardown
         self._run: Any = None
         try:
             self._run = init(mode=mode)
@@ -155,19 +161,27 @@ class WandbWriter:
                 ) from error
             log.warning("wandb could not start, and writes offline into %s from here on: %s", folder, error)
             self._run = init(mode="offline")
+        except (
+            Exception
+        ) as error:  # of what it is set to, as by variables and files of its own, and of folders that it uses
+            raise UserError(
+                f"wandb could not start: {_told(error)}. What it is set to stands in variables (WANDB_...) and in what `wandb "
+                "login` has written: mend that, or leave report.wandb out."
+            ) from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step. Where wandb's own process is gone the run goes on without it: the other writers have the same."""
         if self._run is None:
             return
         try:
-            self._run.log(dict(metrics), step=step)
-        except self._lost as error:
+            with _answering(ANSWER_S):
+                self._run.log(dict(metrics), step=step)
+        except Exception as error:  # wandb has many names for it
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         folder, self._run = Path(self._run.dir).parent, None
-        with suppress(*self._lost):
+        with suppress(Exception):
             self._teardown()  # or wandb would look for it once more in the end, and show a trace
         log.warning(
             "wandb's process on this machine is gone (%s: %s): the run goes on, and wandb has no more of it. What it had "
@@ -183,15 +197,46 @@ class WandbWriter:
             return
         folder = Path(self._run.dir).parent
         try:
-            self._run.finish(exit_code=int(failed))
-        except self._lost as error:
-            self._give_up(error)
+            with _answering(FINISH_S + ANSWER_S):
+                self._run.finish(exit_code=int(failed))
         except TimeoutError:
             log.warning(
                 "wandb's server did not take everything within %d s. What is left can be sent with: wandb sync %s",
                 FINISH_S,
                 folder,
             )
+        except Exception as error:
+            self._give_up(error)
+
+
+@contextmanager
+def _answering(longest_s: float) -> Iterator[None]:
+    """Within, wandb's process on this machine answers in time, or is ended, so that who waits for it hears that it is gone.
+
+    wandb itself knows no deadline there: of a process that is frozen, or waits for a disk, the run would never end.
+    """
+
+    def end() -> None:
+        for each in psutil.Process().children():
+            with suppress(psutil.Error):  # it has ended meanwhile
+                if each.name() == WANDBS_PROCESS:
+                    log.warning("wandb's process on this machine has not answered for %g s, and is ended", longest_s)
+                    each.kill()
+
+    late = threading.Timer(longest_s, end)
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def _told(error: Exception) -> str:
+    """What is wrong, of settings without their values: one of them is a key."""
+    if not isinstance(error, ValidationError):
+        return str(error).strip().rstrip(".") or type(error).__name__
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
 
 
 class Writers:
@@ -237,15 +282,15 @@ def open_writers(
     recovered: the run goes on by itself after a death.
     """
     with ExitStack() as opened:
+        # First what may be refused: where a run has begun, by its metrics, the same command is refused.
+        last: list[MetricWriter] = []
+        if recipe.report.wandb is not None:
+            config = recipe.model_dump(mode="json")
+            last.append(WandbWriter(folder, recipe.report.wandb.project, recipe.run.name, config, recovered=recovered))
+            opened.callback(last[0].close, failed=True)
         writers: list[MetricWriter] = [JsonlWriter(folder / METRICS_FILE, resumed_step)]
         opened.callback(writers[0].close)
         if recipe.report.tensorboard:
             writers.append(TensorBoardWriter(folder / TENSORBOARD_FOLDER, resumed_step))
-            opened.callback(writers[1].close)
-        if recipe.report.wandb is not None:
-            config = recipe.model_dump(mode="json")
-            writers.append(
-                WandbWriter(folder, recipe.report.wandb.project, recipe.run.name, config, recovered=recovered)
-            )
         opened.pop_all()
-    return Writers(*writers)
+    return Writers(*writers, *last)
