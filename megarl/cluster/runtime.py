@@ -6,6 +6,7 @@ nothing of the run is left on its nodes.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import signal
@@ -19,7 +20,6 @@ from types import TracebackType
 from typing import Any
 
 import ray
-from ray._private.node import Node as RayNode
 
 from megarl.cluster.network import address_towards
 from megarl.cluster.nodes import Node, Nodes
@@ -44,6 +44,8 @@ SETTINGS, SETTINGS_BYTES, GREET_S = 4, 9, 30.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
 SLOW_START = "timed out during startup"  # Ray's words, as of 2.60
 DASHBOARD = "ray.dashboard.optional_deps"
+SIGACTION_BYTES = 512  # more than the system's structure takes
+PUT_BACK_S = 0.001
 
 
 @dataclass
@@ -302,22 +304,19 @@ def _own_signals() -> Iterator[None]:
 @contextmanager
 def _sigterm_heard() -> Iterator[None]:
     """Keeps SIGTERM's handler while Ray ends: its core, as it is closed, lets the system's own end this process (2.60,
-    RayLog::UninstallSignalAction). That is before Ray waits for its processes, and for good.
+    RayLog::UninstallSignalAction), for good, and before Ray waits for its processes. Python has no part in that, and lets nobody
+    but the main thread, which waits for Ray, set a handler.
     """
-    wait_for = RayNode.kill_all_processes
+    system, ours, ended = ctypes.CDLL(None), ctypes.create_string_buffer(SIGACTION_BYTES), threading.Event()
+    system.sigaction(signal.SIGTERM, None, ours)
 
-    def hear() -> None:
-        handler = signal.getsignal(signal.SIGTERM)  # as Python knows it
-        if handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+    def put_back() -> None:
+        while not ended.wait(PUT_BACK_S):
+            system.sigaction(signal.SIGTERM, ours, None)
 
-    def heard(node: RayNode, *args: Any, **settings: Any) -> None:
-        hear()
-        wait_for(node, *args, **settings)
-
-    RayNode.kill_all_processes = heard
+    threading.Thread(target=put_back, daemon=True).start()
     try:
         yield
     finally:
-        RayNode.kill_all_processes = wait_for
-        hear()
+        ended.set()
+        system.sigaction(signal.SIGTERM, ours, None)

@@ -183,6 +183,7 @@ from ray._private.node import Node
 from tests.support.platforms import chosen
 real = Node.kill_all_processes
 def wait(*words, **settings):
+    time.sleep(0.5)
     print("up", flush=True)
     sys.stdin.readline()
     real(*words, **settings)
