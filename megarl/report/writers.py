@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +30,7 @@ from megarl.recipe.schema import AnyRecipe
 from megarl.report.history import METRICS_FILE, trim_history
 
 TENSORBOARD_FOLDER = "tensorboard"
+EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 FINISH_S = 60  # that a run waits in the end for wandb's server, which may answer no more
 ANSWER_S = 60.0  # that it waits for wandb's process on this machine; in the end beyond that
 WANDBS_PROCESS = "wandb-core"
@@ -80,31 +83,46 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Event files, through tensorboard's own writer: torch is not needed for a few numbers."""
+    """Event files, by tensorboard's own records: torch is not needed for a few numbers."""
 
     def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
         """TensorBoard forgets what earlier files in the folder say of steps after resumed_step; None: of all steps."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
-        self._file = EventFileWriter(str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._file = RecordWriter((folder / _event_file(folder)).open("wb"))
         first = 0 if resumed_step is None else resumed_step + 1
         restart = SessionLog(status=SessionLog.START)
-        self._file.add_event(Event(wall_time=time.time(), step=first, session_log=restart))
+        for begin in (Event(file_version="brain.Event:2"), Event(step=first, session_log=restart)):
+            begin.wall_time = time.time()
+            self._file.write(begin.SerializeToString())
         self._file.flush()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        with _naming(self._file.get_logdir(), step):
-            self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+        with _naming(str(self._folder), step):
+            self._file.write(event.SerializeToString())
             self._file.flush()
 
     def close(self, failed: bool = False) -> None:
         """Close the event file."""
         self._file.close()
+
+
+def _event_file(folder: Path) -> str:
+    """A name behind those that are there: TensorBoard reads by names, which begin with seconds.
+
+    The clock may be behind that of the machine where the run was before: of what comes now nothing would be shown.
+    """
+    seconds = (EVENT_FILE.match(each.name) for each in folder.iterdir())
+    last = max((int(match[1]) for match in seconds if match), default=0)
+    return f"events.out.tfevents.{max(int(time.time()), last + 1):010d}.{socket.gethostname()}.{os.getpid()}"
 
 
 class WandbWriter:
