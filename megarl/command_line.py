@@ -29,11 +29,14 @@ from megarl.commands import (
     supervised,
     train,
 )
+from megarl.core.end_signals import SIGNALS
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.exit_codes import FAULT
 from megarl.core.interrupts import Interrupts, as_error
 from megarl.core.log import visible
 from megarl.core.terminal import forget_no_width, outlive_terminal
+
+BY_SIGNALS = tuple(128 + number for number in SIGNALS)  # exit codes
 
 
 class Commands(TyperGroup):
@@ -103,13 +106,14 @@ def main() -> None:
 def run() -> None:
     """The command, in a process that is this command alone.
 
-    Where it has failed, and Ray was there, it ends at once: left while actors begin, Ray's threads crash as Python ends.
+    Where it has failed, and Ray was there, it ends at once: left while actors begin, Ray's threads crash as Python ends. So it
+    does where a signal has ended it: Python takes its handlers off as it ends, and the next signal would be what ended it.
     Otherwise Python ends it, and would look through all that was loaded for garbage, several times: a second after a run.
     """
     try:
         main()
     except SystemExit as end:
-        if not (isinstance(end.code, int) and end.code and "ray" in sys.modules):
+        if not (isinstance(end.code, int) and end.code and ("ray" in sys.modules or end.code in BY_SIGNALS)):
             raise
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):

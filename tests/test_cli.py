@@ -28,6 +28,16 @@ sys.argv = ["megarl", *{words}]
 cli.entry()
 """
 
+WAITING = """
+import time
+from megarl import command_line
+def waits():
+    print("up", flush=True)
+    time.sleep(60)
+command_line.app.command()(waits)
+cli.entry()
+"""
+
 
 @pytest.mark.parametrize(
     ("ray", "words", "code", "whole"),
@@ -51,6 +61,23 @@ def test_a_failed_command_ends_at_once_where_ray_was(
     assert done.returncode == code, done.stderr
     assert ("Python took itself apart" in done.stdout) == ("and looked for no garbage" in done.stdout) == whole
     assert ("nowhere.yaml" in done.stderr) == bool(code)
+
+
+def test_a_command_that_a_signal_has_ended_ends_at_once(tmp_path: Path) -> None:
+    """Python takes handlers off as it takes itself apart: the next signal would end it with a code of its own."""
+    code = CODE.format(ray=False, words=["waits"]).replace("cli.entry()", WAITING)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        preexec_fn=heed_interrupts,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, out) == (143, ""), error
 
 
 def test_what_an_error_quotes_moves_no_cursor(

@@ -6,6 +6,7 @@ nothing of the run is left on its nodes.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import signal
@@ -43,6 +44,8 @@ SETTINGS, SETTINGS_BYTES, GREET_S = 4, 9, 30.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
 SLOW_START = "timed out during startup"  # Ray's words, as of 2.60
 DASHBOARD = "ray.dashboard.optional_deps"
+SIGACTION_BYTES = 512  # more than the system's structure takes
+PUT_BACK_S = 0.001
 
 
 @dataclass
@@ -160,7 +163,8 @@ class Runtime:
         if ray.is_initialized():
             self.nodes.clean()
             self.nodes.services.let_go_on()
-            ray.shutdown()
+            with _sigterm_heard():
+                ray.shutdown()
         self.nodes.services.close()
         cleaned = janitor.clean(self.run_id, self.scratch.registry, but=[self.scratch.guard.pid])
         if cleaned.pids:
@@ -295,3 +299,24 @@ def _own_signals() -> Iterator[None]:
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what came meanwhile is heard now
+
+
+@contextmanager
+def _sigterm_heard() -> Iterator[None]:
+    """Keeps SIGTERM's handler while Ray ends: its core, as it is closed, lets the system's own end this process (2.60,
+    RayLog::UninstallSignalAction), for good, and before Ray waits for its processes. Python has no part in that, and lets nobody
+    but the main thread, which waits for Ray, set a handler.
+    """
+    system, ours, ended = ctypes.CDLL(None), ctypes.create_string_buffer(SIGACTION_BYTES), threading.Event()
+    system.sigaction(signal.SIGTERM, None, ours)
+
+    def put_back() -> None:
+        while not ended.wait(PUT_BACK_S):
+            system.sigaction(signal.SIGTERM, ours, None)
+
+    threading.Thread(target=put_back, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        system.sigaction(signal.SIGTERM, ours, None)

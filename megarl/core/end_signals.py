@@ -33,10 +33,11 @@ def end_at_once() -> None:
     Not by an exception: while modules load it may come out as another one, or be dropped.
     """
     for number in heeded():
-        signal.signal(number, _end)
+        signal.signal(number, end_here)
 
 
-def _end(number: int, frame: object) -> None:
+def end_here(number: int, frame: object) -> None:
+    """A handler: ends this process with a sentence."""
     with suppress(OSError):  # nobody reads any more: the exit code says it
         os.write(2, f"megarl: {interrupted_by(number)}\n".encode())
     os._exit(128 + number)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from megarl.core.end_signals import SIGNALS, heeded
+from megarl.core.end_signals import SIGNALS, end_here, heeded
 from megarl.core.errors import InterruptError
 
 # Whoever starts this process may send on what the terminal has sent already: that is one Ctrl-C, and not two.
@@ -68,7 +68,9 @@ class Interrupts:
         if signal.SIGALRM in self._before:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, before in self._before.items():
-            signal.signal(number, before)
+            # Of a command that one has ended, all that is left is to say so: with another it would end with that one's code.
+            said = self.number is not None and before is end_here
+            signal.signal(number, signal.SIG_IGN if said else before)
 
     def _heard(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

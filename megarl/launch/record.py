@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -37,16 +39,29 @@ class Submission:
         temporary.replace(folder / FILE)
 
 
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Within, what the system refuses of a file in a run's folder, as of somebody else's run, is a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}.") from error
+
+
 def last_submission(run: Path) -> Submission | None:
     """The last submission of the run in this folder; None where there was none. Raises UserError for one that is no record."""
     file = run / FOLDER / FILE
     if not file.is_file():
         return None
     try:
-        found = Submission(**json.loads(file.read_text()))
+        with reading(file):
+            text = file.read_text()
+        found = Submission(**json.loads(text))
         if found.kind not in get_args(KIND) or not all(isinstance(value, str) for value in asdict(found).values()):
             raise ValueError("its fields are texts, and kind is slurm or ray")
         return found
+    except UserError:
+        raise
     except (ValueError, TypeError) as error:
         raise UserError(f"{file} is no record of a submission ({error}). Remove it to submit the run again.") from None
 
@@ -69,13 +84,17 @@ def submitted_runs(folder: Path) -> list[Path]:
 
 def last_exit_code(run: Path, job: str) -> int | None:
     """Of the last driver of a SLURM job, as the job's leader wrote it down; None where none has ended."""
-    events = whole_lines(run / FOLDER / EVENTS)
-    codes = [event["exit_code"] for event in events if event.get("job") == job and "exit_code" in event]
-    return int(codes[-1]) if codes else None
+    with reading(run / FOLDER / EVENTS):
+        events = whole_lines(run / FOLDER / EVENTS)
+    codes = [
+        event["exit_code"] for event in events if event.get("job") == job and isinstance(event.get("exit_code"), int)
+    ]
+    return codes[-1] if codes else None
 
 
 def steps_done(run: Path) -> int | None:
     """The last step in the run's metrics; None where there is none yet. Of a long run that is the end of a large file."""
-    lines = whole_lines(run / METRICS, last_bytes=LAST_BYTES) or whole_lines(run / METRICS)
+    with reading(run / METRICS):
+        lines = whole_lines(run / METRICS, last_bytes=LAST_BYTES) or whole_lines(run / METRICS)
     steps = [line["step"] for line in lines if isinstance(line.get("step"), int)]
     return steps[-1] if steps else None

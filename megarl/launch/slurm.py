@@ -130,7 +130,14 @@ def submit(script: Path) -> tuple[str, str]:
 
     Raises UserError with SLURM's own words where it refuses.
     """
-    done = _run(["sbatch", "--parsable", str(script)], _environment(script))
+    try:
+        done = _run(["sbatch", "--parsable", str(script)], _environment(script))
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note(
+            "sbatch was under way: the job may be queued all the same, and megarl does not know its number. See squeue --me; "
+            "scancel ends it."
+        )
+        raise
     if done.returncode:
         raise UserError(f"SLURM refuses the job: {done.stderr.strip()}. The script is {script}.")
     job, _, cluster = done.stdout.strip().partition(";")

@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl.core.errors import MegarlError, UserError
 from megarl.launch import slurm
 from megarl.launch.ray_jobs import ENDED, RayJobs, TokenError
-from megarl.launch.record import Submission, find_submission, last_exit_code, steps_done
+from megarl.launch.record import Submission, find_submission, last_exit_code, reading, steps_done
 
 POLL_S = 0.3
 SILENT_S = 600.0  # longest time that SLURM may fail to say so
@@ -69,7 +69,9 @@ def show_logs(run: Path, *, follow: bool, write: Write) -> None:
     if follow:
         follow_file(log, patiently(lambda: is_alive(submission)), write)
     elif log.is_file():
-        write(log.read_text(errors="replace"))
+        with reading(log):
+            text = log.read_text(errors="replace")
+        write(text)
     else:
         raise UserError(f"{log} is not there yet: {describe(run, submission)}.")
 
@@ -102,7 +104,7 @@ def follow_file(file: Path, alive: Callable[[], bool], write: Write, ask_every_s
         if time.monotonic() - asked >= ask_every_s:
             goes_on, asked = alive(), time.monotonic()
         if file.is_file():
-            with file.open("rb") as log:
+            with reading(file), file.open("rb") as log:
                 log.seek(position)
                 new = log.read()
             position += len(new)

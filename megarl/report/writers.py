@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -15,6 +18,9 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
+
+import psutil
+from pydantic import ValidationError
 
 from megarl.core.errors import MegarlError, StoppedError, UserError
 from megarl.core.keys import wandb_key_place
@@ -24,7 +30,10 @@ from megarl.recipe.schema import AnyRecipe
 from megarl.report.history import METRICS_FILE, trim_history
 
 TENSORBOARD_FOLDER = "tensorboard"
+EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 FINISH_S = 60  # that a run waits in the end for wandb's server, which may answer no more
+ANSWER_S = 60.0  # that it waits for wandb's process on this machine; in the end beyond that
+WANDBS_PROCESS = "wandb-core"
 
 log = get_logger(__name__)
 
@@ -74,31 +83,46 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Event files, through tensorboard's own writer: torch is not needed for a few numbers."""
+    """Event files, by tensorboard's own records: torch is not needed for a few numbers."""
 
     def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
         """TensorBoard forgets what earlier files in the folder say of steps after resumed_step; None: of all steps."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
-        self._file = EventFileWriter(str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._file = RecordWriter((folder / _event_file(folder)).open("wb"))
         first = 0 if resumed_step is None else resumed_step + 1
         restart = SessionLog(status=SessionLog.START)
-        self._file.add_event(Event(wall_time=time.time(), step=first, session_log=restart))
+        for begin in (Event(file_version="brain.Event:2"), Event(step=first, session_log=restart)):
+            begin.wall_time = time.time()
+            self._file.write(begin.SerializeToString())
         self._file.flush()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        with _naming(self._file.get_logdir(), step):
-            self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+        with _naming(str(self._folder), step):
+            self._file.write(event.SerializeToString())
             self._file.flush()
 
     def close(self, failed: bool = False) -> None:
         """Close the event file."""
         self._file.close()
+
+
+def _event_file(folder: Path) -> str:
+    """A name behind those that are there: TensorBoard reads by names, which begin with seconds.
+
+    The clock may be behind that of the machine where the run was before: of what comes now nothing would be shown.
+    """
+    seconds = (EVENT_FILE.match(each.name) for each in folder.iterdir())
+    last = max((int(match[1]) for match in seconds if match), default=0)
+    return f"events.out.tfevents.{max(int(time.time()), last + 1):010d}.{socket.gethostname()}.{os.getpid()}"
 
 
 class WandbWriter:
@@ -144,7 +168,7 @@ class WandbWriter:
         init = partial(
             wandb.init, project=project, name=name, group=name, config=dict(config), dir=str(folder), settings=settings
         )
-        self._lost, self._teardown = (ConnectionError, wandb.errors.Error), wandb.teardown
+        self._teardown = wandb.teardown
         self._run: Any = None
         try:
             self._run = init(mode=mode)
@@ -155,19 +179,27 @@ class WandbWriter:
                 ) from error
             log.warning("wandb could not start, and writes offline into %s from here on: %s", folder, error)
             self._run = init(mode="offline")
+        except (
+            Exception
+        ) as error:  # of what it is set to, as by variables and files of its own, and of folders that it uses
+            raise UserError(
+                f"wandb could not start: {_told(error)}. What it is set to stands in variables (WANDB_...) and in what `wandb "
+                "login` has written: mend that, or leave report.wandb out."
+            ) from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step. Where wandb's own process is gone the run goes on without it: the other writers have the same."""
         if self._run is None:
             return
         try:
-            self._run.log(dict(metrics), step=step)
-        except self._lost as error:
+            with _answering(ANSWER_S):
+                self._run.log(dict(metrics), step=step)
+        except Exception as error:  # wandb has many names for it
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         folder, self._run = Path(self._run.dir).parent, None
-        with suppress(*self._lost):
+        with suppress(Exception):
             self._teardown()  # or wandb would look for it once more in the end, and show a trace
         log.warning(
             "wandb's process on this machine is gone (%s: %s): the run goes on, and wandb has no more of it. What it had "
@@ -183,15 +215,46 @@ class WandbWriter:
             return
         folder = Path(self._run.dir).parent
         try:
-            self._run.finish(exit_code=int(failed))
-        except self._lost as error:
-            self._give_up(error)
+            with _answering(FINISH_S + ANSWER_S):
+                self._run.finish(exit_code=int(failed))
         except TimeoutError:
             log.warning(
                 "wandb's server did not take everything within %d s. What is left can be sent with: wandb sync %s",
                 FINISH_S,
                 folder,
             )
+        except Exception as error:
+            self._give_up(error)
+
+
+@contextmanager
+def _answering(longest_s: float) -> Iterator[None]:
+    """Within, wandb's process on this machine answers in time, or is ended, so that who waits for it hears that it is gone.
+
+    wandb itself knows no deadline there: of a process that is frozen, or waits for a disk, the run would never end.
+    """
+
+    def end() -> None:
+        for each in psutil.Process().children():
+            with suppress(psutil.Error):  # it has ended meanwhile
+                if each.name() == WANDBS_PROCESS:
+                    log.warning("wandb's process on this machine has not answered for %g s, and is ended", longest_s)
+                    each.kill()
+
+    late = threading.Timer(longest_s, end)
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+
+
+def _told(error: Exception) -> str:
+    """What is wrong, of settings without their values: one of them is a key."""
+    if not isinstance(error, ValidationError):
+        return str(error).strip().rstrip(".") or type(error).__name__
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
 
 
 class Writers:
@@ -237,15 +300,15 @@ def open_writers(
     recovered: the run goes on by itself after a death.
     """
     with ExitStack() as opened:
+        # First what may be refused: where a run has begun, by its metrics, the same command is refused.
+        last: list[MetricWriter] = []
+        if recipe.report.wandb is not None:
+            config = recipe.model_dump(mode="json")
+            last.append(WandbWriter(folder, recipe.report.wandb.project, recipe.run.name, config, recovered=recovered))
+            opened.callback(last[0].close, failed=True)
         writers: list[MetricWriter] = [JsonlWriter(folder / METRICS_FILE, resumed_step)]
         opened.callback(writers[0].close)
         if recipe.report.tensorboard:
             writers.append(TensorBoardWriter(folder / TENSORBOARD_FOLDER, resumed_step))
-            opened.callback(writers[1].close)
-        if recipe.report.wandb is not None:
-            config = recipe.model_dump(mode="json")
-            writers.append(
-                WandbWriter(folder, recipe.report.wandb.project, recipe.run.name, config, recovered=recovered)
-            )
         opened.pop_all()
-    return Writers(*writers)
+    return Writers(*writers, *last)

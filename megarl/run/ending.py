@@ -26,6 +26,8 @@ SHARED_MEMORY = Path("/dev/shm")
 SUBMITTED_BY = "submitted_by.txt"
 # How the system says it, SQLite of the journal, and Ray of its object store; errors of other processes arrive as texts.
 FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "database or disk is full", "Local disk is full")
+# How torch's streams say that they cannot write, whatever the reason: a full disk is one where it is full.
+UNWRITTEN = "iostream error"
 FULL_BYTES = 2**20  # less than this is nothing
 
 
@@ -44,7 +46,7 @@ class Ending:
 
     def look(self, error: BaseException) -> None:
         """Look at the disks while the run's processes still hold what they have written."""
-        if says_full(error):
+        if says_full(error) or any(UNWRITTEN in str(each) for each in _chain(error)):
             self._full = full_disks([self.loaded.recipe.run.folder, Path(tempfile.gettempdir()), SHARED_MEMORY])
 
     def told(self, error: Exception | KeyboardInterrupt) -> Exception | KeyboardInterrupt:
@@ -52,7 +54,7 @@ class Ending:
         abandoned = self.checkpoints.abandon()
         if isinstance(error, MegarlError) and error.exit_code == REFUSED:
             return error  # there was no run
-        if says_full(error):
+        if self._full or says_full(error):
             where = "; ".join(self._full) or "by now there is room on it again"
             # Closing files on a full disk fails once more; what failed first says more.
             first = next((each for each in _chain(error) if isinstance(each, MegarlError)), error)

@@ -171,3 +171,51 @@ def test_sigterm_while_ray_starts_is_heard_as_ever(real: str, hook: str, tmp_pat
     assert error.count("megarl: SIGTERM: ending everything in order") == 1 and "Exception ignored" not in error
     assert psutil.wait_procs(started, timeout=10)[1] == []  # whoever is nobody's child now is reaped a moment later
     short.rmdir()  # nothing is in it
+
+
+# Waits where Ray does, for its processes to end, and is told so; and once more when Ray has ended.
+ENDING = """
+import os, signal, sys, time
+from pathlib import Path
+from megarl.cluster.runtime import Runtime
+from megarl.core.interrupts import Interrupts, as_error
+from ray._private.node import Node
+from tests.support.platforms import chosen
+real = Node.kill_all_processes
+def wait(*words, **settings):
+    time.sleep(0.5)
+    print("up", flush=True)
+    sys.stdin.readline()
+    real(*words, **settings)
+Node.kill_all_processes = wait
+with Interrupts():
+    try:
+        with Runtime.start(chosen(), Path(sys.argv[1]), 1):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+    except KeyboardInterrupt as error:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print(as_error(error).exit_code)
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_while_ray_ends_and_afterwards_ends_nothing_at_once(tmp_path: Path) -> None:
+    """As of a scheduler that does not wait for what a Ctrl-C has begun."""
+    env = {name: value for name, value in os.environ.items() if name != RAY_ADDRESS_VARIABLE}
+    short = Path(tempfile.mkdtemp())  # Ray's sockets are in it
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDING, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**env, "TMPDIR": str(short)},
+        preexec_fn=heed_interrupts,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate("go on\n", timeout=60)
+    assert (process.returncode, out) == (0, "130\n"), error
+    assert error.count("ending everything in order") == 1
+    short.rmdir()  # nothing is in it

@@ -65,6 +65,32 @@ def test_a_reader_that_the_same_ctrl_c_has_ended_makes_no_other_error_of_it() ->
     process.stdout.close()
 
 
+# Of a command, whose first moments have handlers that end it at once.
+COMMAND = """
+import signal, time
+from megarl.core.end_signals import SIGNALS, end_at_once
+from megarl.core.interrupts import Interrupts
+end_at_once()
+try:
+    with Interrupts():
+        print("up", flush=True)
+        time.sleep({seconds})
+except KeyboardInterrupt:
+    pass
+print([signal.getsignal(number) == signal.SIG_IGN for number in SIGNALS])
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_a_command_that_one_has_ended_says_so_whatever_comes_meanwhile(seconds: int) -> None:
+    process = start(COMMAND.format(seconds=seconds))
+    if seconds:
+        process.send_signal(signal.SIGHUP)
+    assert process.stdout is not None
+    assert process.stdout.read() == f"{[bool(seconds)] * 3}\n"  # some of it may have been read with the first line
+    assert process.communicate(timeout=10)[0] == ""
+
+
 # Waits where Python drops every exception, and then where it does not.
 DROPPING = """
 import os, signal, sys, time

@@ -97,3 +97,26 @@ def test_the_exit_code_of_a_job_is_that_of_its_last_driver(tmp_path: Path) -> No
     lines = [{"job": "6", "exit_code": 3}, {"job": "7", "exit_code": 75}, {"job": "7", "event": "started"}]
     (tmp_path / "launch" / "events.jsonl").write_text("\n".join([*map(json.dumps, lines), '{"job": "7", "ex']))
     assert last_exit_code(tmp_path, "7") == 75 and last_exit_code(tmp_path, "5") is None
+
+
+def test_what_the_system_does_not_give_is_named(tmp_path: Path) -> None:
+    """As the run of somebody else."""
+    unreadable = Path("/proc/self/mem")  # there, and refused to root as well
+    Submission("slurm", "7").write(tmp_path)
+    (tmp_path / "metrics.jsonl").symlink_to(unreadable)
+    (tmp_path / "launch" / "events.jsonl").symlink_to(unreadable)
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read"):
+        steps_done(tmp_path)
+    with pytest.raises(UserError, match=r"events\.jsonl cannot be read"):
+        last_exit_code(tmp_path, "7")
+    (tmp_path / "launch" / "submission.json").unlink()
+    (tmp_path / "launch" / "submission.json").symlink_to(unreadable)
+    with pytest.raises(UserError, match=r"submission\.json cannot be read"):
+        find_submission(tmp_path)
+
+
+def test_an_exit_code_that_is_none_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    lines = [{"job": "7", "exit_code": 3}, {"job": "7", "exit_code": None}, {"job": "7", "exit_code": "x"}]
+    (tmp_path / "launch" / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert last_exit_code(tmp_path, "7") == 3

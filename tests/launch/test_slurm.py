@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from megarl.core.errors import MegarlError, UserError
 from megarl.launch import slurm, watch
 from megarl.launch.record import Submission
+from tests.support.processes import heed_interrupts
 
 JOB = (
     "JobId=7 JobName=x UserId=u(1) Requeue=1 Restarts=2 BatchFlag=1 ExitCode={code} JobState={state} Reason={reason} "
@@ -202,3 +205,31 @@ def test_an_answer_without_a_state_is_shown(answers: Path) -> None:
     program(answers, "scontrol", "No jobs in the system")
     with pytest.raises(MegarlError, match="SLURM says no state of job 7: 'No jobs in the system'"):
         slurm.state_of("7")
+
+
+SUBMITTING = """
+import sys
+from pathlib import Path
+from megarl.core.interrupts import Interrupts, as_error
+from megarl.launch.slurm import submit
+with Interrupts():
+    try:
+        submit(Path(sys.argv[1]))
+    except KeyboardInterrupt as error:
+        print(as_error(error).told())
+"""
+
+
+def test_who_interrupts_sbatch_is_told_that_the_job_may_be_queued(answers: Path, tmp_path: Path) -> None:
+    (answers / "sbatch").write_text("#!/bin/bash\nkill -INT $PPID\nread -t 5 -u 1\n")  # nothing is read there
+    (answers / "sbatch").chmod(0o755)
+    (tmp_path / "script").write_text("#!/bin/bash\n")
+    done = subprocess.run(
+        [sys.executable, "-c", SUBMITTING, str(tmp_path / "script")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        preexec_fn=heed_interrupts,
+    )
+    assert "interrupted by Ctrl-C" in done.stdout and "the job may be queued all the same" in done.stdout, done

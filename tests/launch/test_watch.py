@@ -68,3 +68,11 @@ def test_a_job_of_a_ray_cluster_that_does_not_answer_is_not_said_to_have_ended(t
     Submission("ray", "raysubmit_1", address=f"http://127.0.0.1:{free_port()}").write(tmp_path)
     with pytest.raises(UserError, match=r"does not take jobs from here"):
         watch.cancel(tmp_path)
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_log_that_cannot_be_read_is_named(follow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Submission("slurm", "7", log="/proc/self/mem").write(tmp_path)
+    monkeypatch.setattr(watch, "is_alive", lambda submission: True)
+    with pytest.raises(UserError, match="/proc/self/mem cannot be read"):
+        watch.show_logs(tmp_path, follow=follow, write=lambda text: None)

@@ -23,6 +23,7 @@ from megarl.recipe.supervised import SftRecipe
 from megarl.report.history import METRICS_FILE, read_history
 from megarl.report.writers import JsonlWriter, TensorBoardWriter, WandbWriter, Writers, open_writers
 from megarl.serving.process import process_tree
+from tests.support.processes import ended
 
 
 class Recorder:
@@ -87,7 +88,7 @@ def test_jsonl_begins_anew_without_a_resume(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("resumed", "kept"), [(2, [(1, 0.1), (2, 0.2)]), (None, [])])
 def test_tensorboard_reads_what_was_written_and_forgets_what_is_written_again(
-    tmp_path: Path, resumed: int | None, kept: list[tuple[int, float]]
+    tmp_path: Path, resumed: int | None, kept: list[tuple[int, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = TensorBoardWriter(tmp_path)
     for step in (1, 2, 3):
@@ -95,14 +96,12 @@ def test_tensorboard_reads_what_was_written_and_forgets_what_is_written_again(
     first.close()
     assert scalars(tmp_path, "reward/mean") == [(1, 0.1), (2, 0.2), (3, 0.3)]
     again = (resumed or 0) + 1
-    second = TensorBoardWriter(tmp_path / "later", resumed_step=resumed)
+    # On a machine whose clock is behind.
+    now = time.time() - 3600
+    monkeypatch.setattr(time, "time", lambda: now)
+    second = TensorBoardWriter(tmp_path, resumed_step=resumed)
     second.write(again, {"reward/mean": 0.9})
     second.close()
-    # Files of one folder are read in the order of their names, which begin with whole seconds.
-    (earlier,), (later,) = list(tmp_path.glob("events*")), list((tmp_path / "later").glob("events*"))
-    stem, seconds, rest = later.name.rpartition("tfevents.")[0], *later.name.rpartition("tfevents.")[2].split(".", 1)
-    later.rename(tmp_path / f"{stem}tfevents.{int(seconds) + 1}.{rest}")
-    assert earlier.exists()
     assert scalars(tmp_path, "reward/mean") == [*kept, (again, 0.9)]
 
 
@@ -164,8 +163,7 @@ def test_wandb_missing_is_a_users_error(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="wandb is not installed"):
         open_writers(tmp_path, recipe(tensorboard=False, wandb={"project": "p"}))
-    # The writer that was opened before it is closed again: nothing warns of an open file.
-    assert (tmp_path / METRICS_FILE).read_text() == ""
+    assert not (tmp_path / METRICS_FILE).exists()
 
 
 class FakeRun:
@@ -276,15 +274,61 @@ def test_wandb_writes_offline_without_a_key_and_holds_no_run_up_where_it_dies(
     with tempfile.TemporaryDirectory() as short:
         monkeypatch.setenv("TMPDIR", short)
         _run_on_without_wandb(tmp_path)
-    assert "the run goes on, and wandb has no more of it" in caplog.text
+    assert caplog.text.count("the run goes on, and wandb has no more of it") == 1
+
+
+def wandbs_process() -> int:
+    [core] = [pid for pid in process_tree(os.getpid()) if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return core
 
 
 def _run_on_without_wandb(folder: Path) -> None:
     """wandb's own process is killed, and so removes nothing of what it has in the temporary folder."""
     again = WandbWriter(folder / "run", "project", "name", {})
-    [core] = [pid for pid in process_tree(os.getpid()) if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(core, signal.SIGKILL)
+    os.kill(wandbs_process(), signal.SIGKILL)
     for step in range(100):  # what was on its way is told as sent
         again.write(step, {"reward/mean": 0.5})
         time.sleep(0.02)
     again.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("done", ["frozen as it is written to", "frozen in the end", "killed in the end"])
+def test_a_run_waits_for_wandbs_process_no_longer_than_it_says(
+    done: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr("megarl.report.writers.ANSWER_S", 1.0)
+    monkeypatch.setattr("megarl.report.writers.FINISH_S", 1)
+    frozen = done.startswith("frozen")
+    with tempfile.TemporaryDirectory() as short:
+        monkeypatch.setenv("TMPDIR", short)
+        writer = WandbWriter(tmp_path / "run", "project", "name", {})
+        core = wandbs_process()
+        os.kill(core, signal.SIGSTOP if frozen else signal.SIGKILL)
+        writes = 20 if done == "frozen as it is written to" else 0
+        for step in range(writes):  # more than lies in the socket between the two
+            writer.write(step, {f"reward/{name}": 0.5 for name in range(10_000)})
+        writer.close()
+        assert ended([core], 0)
+    assert ("has not answered for" in caplog.text) == frozen
+    assert caplog.text.count("the run goes on, and wandb has no more of it") == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("WANDB_MODE", "offlin", "mode: Input should be 'online'"),
+        ("WANDB_BASE_URL", "wandb.secret.org", "base_url: Input should be a valid URL"),
+    ],
+)
+def test_what_wandb_is_set_to_is_refused_by_name_and_the_same_command_can_be_given_again(
+    variable: str, value: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    wandb.teardown()  # it reads its variables once
+    with pytest.raises(UserError, match=told) as refused:
+        open_writers(tmp_path, recipe(wandb={"project": "p"}))
+    assert "WANDB_..." in str(refused.value) and "secret" not in str(refused.value)
+    assert not (tmp_path / METRICS_FILE).exists(), "a run that has begun is not begun again"

@@ -147,3 +147,17 @@ def test_a_run_that_was_submitted_is_submitted_again(
     (tmp_path / SUBMITTED_BY).write_text(f"{again}\n")
     assert go_on_command(submitted, "--resume") == f"{again} --resume"
     assert "megarl train" in go_on_command(submitted, "--continue"), "nothing is there that --resume could go on with"
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_stream_of_torchs_that_was_not_written_is_a_full_disk_where_that_is_full(
+    full: bool, loaded: Any, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path("/proc/self/not/there") if full else tmp_path
+    object.__setattr__(loaded.recipe, "run", SimpleNamespace(folder=folder))
+    error = MegarlError("save (actor), rank 0: RuntimeError: basic_ios::clear: iostream error")
+    with pytest.raises(MegarlError, match="iostream error") as caught, ending(loaded, checkpoints) as early:
+        early.look(error)
+        raise error
+    assert isinstance(caught.value, DiskFullError) == full
+    assert ("A disk is full (/proc: " in str(caught.value)) == full
