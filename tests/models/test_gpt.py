@@ -18,11 +18,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.core.layout import Layout, stage_layers
-from megarl.models.gpt import build_gpt, packed_params, transformer_config
+from megarl.models.gpt import build_gpt, transformer_config
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_gather import Gatherer, export_buckets
 from megarl.models.hf_weights import load_hf_weights
 from megarl.models.layer_spec import Router, uses_transformer_engine
+from megarl.models.packed import packed_params
 from megarl.training.parallel import Groups
 from tests.models.parity import LENGTHS, megatron_logits, packed_on, packed_tokens, transformers_logprobs
 from tests.support.platforms import chosen
@@ -266,19 +267,6 @@ def test_packed_sequences_know_nothing_of_each_other(
             part = tokens[start : start + length]
             alone = model(part[None], positions[None, start : start + length], None)[0]
             torch.testing.assert_close(packed[start : start + length], alone, atol=allowed, rtol=allowed)
-
-
-def test_the_longest_sequence_and_not_the_pack_bounds_positions() -> None:
-    params = packed_params(torch.tensor([0, 3, 10, 12], dtype=torch.int32))
-    assert (params.max_seqlen_q, params.max_seqlen_kv, params.qkv_format) == (7, 7, "thd")
-
-
-def test_padded_bounds_are_given_where_context_parallel_cuts_them() -> None:
-    """Transformer Engine holds them to the others in each layer, which waits for the device; it cuts them for its ranks."""
-    bounds = torch.tensor([0, 4, 8], dtype=torch.int32)
-    assert packed_params(bounds).cu_seqlens_q_padded is None and packed_params(bounds).cu_seqlens_kv_padded is None
-    both = packed_params(bounds, cp=2)
-    assert both.cu_seqlens_q_padded is bounds and both.cu_seqlens_kv_padded is bounds
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
