@@ -37,7 +37,7 @@ class RoleBytes:
 
     activations: of the micro-batches that are alive, and what a layer's backward pass takes on top. logits: with their
     gradient, their chunks in float32, and the output matrix's gradient; 0 where the fullest moment is another. exchange: what
-    communicators and kernels of experts hold (placement/communicators.py), also while the role is offloaded.
+    ranks hold to send to one another (placement/communicators.py), also while the role is offloaded.
     """
 
     weights: Any

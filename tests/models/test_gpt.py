@@ -269,6 +269,31 @@ def test_packed_sequences_know_nothing_of_each_other(
             torch.testing.assert_close(packed[start : start + length], alone, atol=allowed, rtol=allowed)
 
 
+def test_layers_of_experts_hold_nothing_of_a_pass_that_is_over(one_rank: Groups, tmp_path: Path) -> None:
+    """Megatron's dispatchers would: of each layer the last micro-batch's map, probabilities, and way back."""
+    model = built(write_tiny_model(tmp_path, "qwen3_moe"), one_rank)
+    dispatchers = [layer.mlp.token_dispatcher for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+
+    def held() -> list[set[str]]:
+        return [{name for name, value in vars(each).items() if isinstance(value, Tensor)} for each in dispatchers]
+
+    before = held()
+    loss_gradients(model, tmp_path)
+    assert held() == before and len(before) > 1
+
+
+def test_tokens_are_sorted_to_experts_by_kernels_of_transformer_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
+    for name in kernels:
+        monkeypatch.setattr(moe_utils, f"fused_{name}", print, raising=False)
+    config = load_model_config(write_tiny_model(tmp_path, "qwen3_moe"))
+    for platform, fused in ((WITH_TRANSFORMER_ENGINE, True), (WITHOUT, False)):
+        assert transformer_config(config, ONE, dtype=torch.bfloat16, platform=platform).moe_permute_fusion == fused
+    assert not transformer_config(config, ONE, dtype=torch.float32, platform=WITH_TRANSFORMER_ENGINE).moe_permute_fusion
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gemma3"])
 def test_parameters_have_the_dtype_asked_for(family: str, dtype: torch.dtype, one_rank: Groups, tmp_path: Path) -> None:
