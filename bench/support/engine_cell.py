@@ -72,7 +72,7 @@ def device_bytes(platform: Platform) -> int:
 
 
 def allocator(platform: Platform) -> dict[str, Any]:
-    """Bytes of a device that no plan can derive: beside torch's, and what torch takes for what is asked of it since the last reset.
+    """Bytes of a device that no plan can derive: beside torch's, and what torch takes for what it is asked for since a reset.
 
     Nobody else may be on the device. retries: how often torch found no room before it gave back what it had cached.
     """

@@ -288,6 +288,7 @@ def test_tokens_are_sorted_to_experts_by_kernels_of_transformer_engine(
     kernels = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
     for name in kernels:
         monkeypatch.setattr(moe_utils, f"fused_{name}", print, raising=False)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", print)
     config = load_model_config(write_tiny_model(tmp_path, "qwen3_moe"))
     for platform, fused in ((WITH_TRANSFORMER_ENGINE, True), (WITHOUT, False)):
         assert transformer_config(config, ONE, dtype=torch.bfloat16, platform=platform).moe_permute_fusion == fused
