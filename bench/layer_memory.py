@@ -116,7 +116,8 @@ def one_of(layout: Layout) -> Iterator[Any]:
 
 def passes(case: Case, layers: int, recompute: Recompute) -> tuple[int, int]:
     """Bytes beside weights and input: after the forward pass, and at the backward pass's fullest moment."""
-    from megarl.models.gpt import build_gpt, packed_params
+    from megarl.models.gpt import build_gpt
+    from megarl.models.packed import packed_params
 
     config, layout, platform = config_of(case, layers), case.layout, get_platform("cpu")
     local = case.tokens // case.cp

@@ -71,6 +71,28 @@ def device_bytes(platform: Platform) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def allocator(platform: Platform) -> dict[str, Any]:
+    """Bytes of a device that no plan can derive: beside torch's, and what torch takes for what it is asked for since a reset.
+
+    Nobody else may be on the device. retries: how often torch found no room before it gave back what it had cached.
+    """
+    if not platform.has_device_memory:
+        return {}
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    taken, asked = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+    return {
+        "allocator": {
+            "beside_torch_bytes": total - free - torch.cuda.memory_reserved(),
+            "taken_bytes": taken,
+            "asked_bytes": asked,
+            "fragmentation": 1 - asked / max(taken, 1),
+            "retries": int(torch.cuda.memory_stats().get("num_alloc_retries", 0)),
+        }
+    }
+
+
 def planned(config: ModelConfig, cell: Cell, recompute: Recompute, platform: Platform, *, trained: bool) -> RoleBytes:
     """What the planner says that the role holds."""
     kernels = Kernels(
@@ -185,7 +207,7 @@ class Phases:
             "state": _pair(state, training.state),
             "update peak": _pair(self._peak("update"), training.state + training.working),
         }
-        yield {"bytes": held}
+        yield {"bytes": held} | allocator(self.platform)
         yield self._logprobs()
         # The trained role's state stays while it scores.
         scored = _pair(self._peak("logprobs"), training.state + scoring.working)

@@ -20,6 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megarl.models.packed import on_host
+
 WIDTH = 8  # elements of 16 bits: CUDA's kernel for masks wants a multiple of them in a head, and that without makes one
 
 
@@ -101,6 +103,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
         """Each sequence over itself alone. query: [t, 1, heads, d]; key, value: [cp * t, 1, kv heads, d], rank by rank."""
         cp, total = self._cp.size(), query.shape[0]
+        params = on_host(params)
         bounds = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
         lengths = (bounds.diff() // cp).tolist()
         sizes = [*lengths, total - sum(lengths)]  # the last is padding behind the sequences

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
@@ -19,11 +18,18 @@ from megarl.core.platform import Platform
 from megarl.models.config import ModelConfig
 from megarl.models.heads import ScalarHead
 from megarl.models.layer_spec import set_latent_eps, stage_spec, uses_transformer_engine
+from megarl.models.packed import give_host_bounds
 from megarl.models.rope import logit_factor, magnitude
 from megarl.models.rotary import make_rotary, scale_by_position, scales_queries, scales_rotation
 
 Recompute = Literal["none", "selective", "full"]
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "swiglu_clamped": quick_gelu}
+# What Megatron's dispatcher of tokens to experts leaves of a pass (0.16.1); others of its tensors are of the layer.
+PER_PASS = (
+    *("probs", "routing_map", "reversed_local_input_permutation_mapping"),
+    *("tokens_per_expert", "num_global_tokens_per_local_expert", "num_out_tokens"),
+    *("input_splits", "output_splits", "output_splits_tp"),
+)
 CLAMPED = {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
 
 
@@ -151,6 +157,9 @@ def _moe(config: ModelConfig, fused: bool, aux_loss_coef: float) -> dict[str, An
         "moe_router_load_balancing_type": "aux_loss" if aux_loss_coef else "none",
         "moe_aux_loss_coeff": aux_loss_coef,
         "moe_grouped_gemm": fused,
+        # Transformer Engine's kernels sort tokens to experts without a wait for how many each has, and add up what experts put
+        # out in float32 and in one order; torch's operations wait twice more a layer, and add in bfloat16, in any order.
+        "moe_permute_fusion": fused,
     }
 
 
@@ -242,6 +251,7 @@ def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection
         for layer in chunk.decoder.layers:
             layer.self_attention.rotary_pos_emb = rotary
             set_latent_eps(layer.self_attention)
+    _spare(chunk, waits=not uses_transformer_engine(config, platform, chunk.config.params_dtype, groups.cp.size()))
     if config.rope.position_beta:
         for layer in chunk.decoder.layers:
             scale = partial(scale_by_position, config.rope, groups.cp)
@@ -257,6 +267,27 @@ def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection
         chunk.embedding.register_forward_hook(partial(_scale_output, rounded))
     if config.pad_token_id is not None and chunk.pre_process:
         chunk.embedding.word_embeddings.register_forward_hook(partial(_hold_padding, config.pad_token_id))
+
+
+def _spare(chunk: GPTModel, *, waits: bool) -> None:
+    """Spare memory that layers of experts would hold on to, and the waits of attention that is torch's."""
+    for layer in chunk.decoder.layers:
+        if waits:
+            layer.self_attention.register_forward_pre_hook(give_host_bounds, with_kwargs=True)
+        if hasattr(layer.mlp, "token_dispatcher"):
+            layer.mlp.register_forward_hook(_let_go)
+
+
+def _let_go(module: Any, given: tuple[Tensor, ...], output: Any) -> None:
+    """Behind a layer of experts: what autograd does not keep is memory.
+
+    Megatron's dispatcher would hold the map of the tokens, their probabilities and their way back until the layer's next pass:
+    in every layer, also where activations are computed again, and while the role sleeps.
+    """
+    dispatcher = module.token_dispatcher
+    for name, value in vars(dispatcher).items():
+        if name in PER_PASS and isinstance(value, Tensor):
+            setattr(dispatcher, name, None)
 
 
 def _scale_input(scale: float, module: torch.nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -282,24 +313,3 @@ def _hold_padding(token: int, module: Any, given: tuple[Tensor], output: Tensor)
         group = module.tp_group
         padding = padding.t().chunk(group.size())[group.rank()]
     return torch.where(padding[..., None], output.detach(), output)
-
-
-def packed_params(cu_seqlens: Tensor, cp: int = 1, longest: int | None = None) -> PackedSeqParams:
-    """Megatron's description of sequences packed end to end.
-
-    cu_seqlens: [S + 1] int32, from 0 to T. cp: ranks of each. longest: tokens of the longest, for who knows it: to look is to
-    wait for the device.
-    """
-    longest = int(cu_seqlens.diff().max()) if longest is None else longest
-    # Transformer Engine cuts the padded bounds over context-parallel ranks, and would hold them to the others in each layer,
-    # waiting for the device, to learn that they are the same.
-    padded = cu_seqlens if cp > 1 else None
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
@@ -26,6 +27,7 @@ from megarl.models.delta_net import GatedDeltaNet
 from megarl.models.gated_attention import GatedSelfAttention
 from megarl.models.latent_attention import LatentAttention
 from megarl.models.norms import LATENT_EPS, NormedRowParallelLinear, RMSNorm, WholeNorm
+from megarl.models.packed import on_host
 from megarl.models.rope import logit_factor
 from megarl.models.rotary import ScaledQueries, scales_queries
 
@@ -96,6 +98,25 @@ class LocalSelfAttention(SelfAttention):  # type: ignore[misc]
         return output
 
 
+class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
+    """Megatron's latent attention, which cuts packed sequences to rotate them: by bounds that are on the host already.
+
+    By the device's it would wait four times a layer. Its core has them on the device.
+    """
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        kv: Any = None,
+        positions: Any = None,
+        packed_seq_params: Any = None,
+        **options: Any,
+    ) -> Any:
+        """As Megatron has it."""
+        packed = None if packed_seq_params is None else on_host(packed_seq_params)
+        return super().get_query_key_value_tensors(hidden_states, kv, positions, packed, **options)
+
+
 def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torch.dtype, cp: int) -> bool:
     """Whether the layers are Transformer Engine's.
 
@@ -161,6 +182,8 @@ def _fused_layer(config: ModelConfig, index: int) -> ModuleSpec:
     )
     if moe is not None:
         spec.submodules.mlp.submodules.router = Router
+    if config.mla is not None:
+        spec.submodules.self_attention.module = LatentSelfAttention
     _choose_rotation(config, index, spec)
     _scale_queries(config, spec)
     _scale_residual(config, spec)

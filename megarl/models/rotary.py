@@ -115,6 +115,7 @@ def scale_by_position(
         bounds = torch.tensor([0, len(query) * cp_group.size()], device=query.device)
     else:
         bounds = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+        bounds = bounds.to(query.device, non_blocking=True)  # where they are the host's
     scale = position_scale(rope, held_positions(len(query), bounds, cp_group)).to(query.dtype)
     return (query * scale.view(-1, *[1] * (query.dim() - 1)), *others), options
 

@@ -160,9 +160,12 @@ class Counting:
         return self.tokens * self.config.hidden_size * self.each * (self.between > 1)
 
     def _router(self, moe: Moe) -> Any:
-        """Scores, probabilities and a map by expert; chosen probabilities, experts and sorted rows."""
+        """Scores, probabilities and a map by expert; chosen probabilities, experts and sorted rows.
+
+        Torch's operations have two maps of bytes; Transformer Engine's one of two integers.
+        """
         scored = moe.score == "sigmoid" or not moe.normalize
-        by_expert = (2 + scored) * FLOAT + 2
+        by_expert = (2 + scored) * FLOAT + (2 * FLOAT if self.fused else 2)
         return self.tokens * (moe.num_experts * by_expert + moe.top_k * (2 * FLOAT + 2 * INDEX)) / self.between
 
     @cached_property

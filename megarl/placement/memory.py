@@ -36,7 +36,8 @@ class RoleBytes:
     """[N] bytes on the fullest device of one role.
 
     activations: of the micro-batches that are alive, and what a layer's backward pass takes on top. logits: with their
-    gradient, their chunks in float32, and the output matrix's gradient; 0 where the fullest moment is another.
+    gradient, their chunks in float32, and the output matrix's gradient; 0 where the fullest moment is another. exchange: what
+    ranks hold to send to one another (placement/communicators.py), also while the role is offloaded.
     """
 
     weights: Any
@@ -44,11 +45,12 @@ class RoleBytes:
     optimizer: Any
     activations: Any
     logits: Any
+    exchange: Any = 0.0
 
     @property
     def state(self) -> Any:
         """What stays from one micro-batch to the next."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.exchange
 
     @property
     def working(self) -> Any:

@@ -39,6 +39,10 @@ class Rates:
     host_server_bytes: what a rank, and a server's part on one device, hold in the host's memory beside what a run has there:
     guesses, no run on a GPU was measured.
 
+    reserved_bytes are half a GiB of context, 0.1 of workspaces (32 MiB each: cuBLAS' of two threads, Transformer Engine's) and
+    1.1 of four communicators of 288 MiB (the rings of placement/communicators.py): all ranks, data parallel, tensor parallel,
+    and the gradient's norm.
+
     matmul: AMD's typical attained FLOPs are 0.74 to 0.81 of the most that is achievable (ROCm blog, "Typical Attained FLOPs").
     attention: FlashAttention-3 on H100, causal, 2,048 tokens. memory: copies and triads on H100 reach 0.9 of the data sheet.
     reduce_s, reduce_links: custom all-reduces of 0.5 KiB to 1 MiB on 2, 4 and 8 H100 (SGLang, pull request 2904). traffic,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megarl.placement.cluster import Cluster
+from megarl.placement.communicators import exchange_bytes
 from megarl.placement.compute import Seconds, core_share, score_seconds, update_seconds
 from megarl.placement.frontier import COSTS, SLOWEST, Choices, is_least
 from megarl.placement.generation import rollout_seconds
@@ -300,6 +301,8 @@ def held_bytes(role: str, choice: Layouts, workload: Workload, cluster: Cluster)
         passes=role == CRITIC or (role == ACTOR and scored),
     )
     held = role_bytes(workload.models[role], choice, workload.bytes_each, use, cluster.device.kernels)
+    if role in TRAINED:  # those that are frozen have the same layout as a rule, and so the same communicators
+        held = replace(held, exchange=exchange_bytes(workload.models[role], choice, cluster))
     if role != ACTOR or not workload.teacher_top:
         return held
     mini_batch = workload.tokens / workload.mini_batches

@@ -34,7 +34,7 @@ class DeviceBatch:
     weights: Tensor  # [T] float32
     rollout_logprobs: Tensor  # [T] float32
     sequence: Tensor  # [T] int64, the number of each position's sequence
-    longest: int  # tokens of the longest sequence by cu_seqlens
+    host_bounds: Tensor  # cu_seqlens in the host's memory
     columns: dict[str, Tensor]  # name -> [T] or [T, n] float32, label-aligned
     # [T, layers x k] int16, experts chosen by the rollout; -1 where unknown. A whole mini-batch's are on the device at once.
     routing: Tensor | None = None
@@ -111,11 +111,11 @@ def to_device(
         positions=move(positions, torch.int64),
         labels=move(micro.labels, torch.int64),
         cu_seqlens=torch.tensor(cut.cu_seqlens, dtype=torch.int32, device=device),
+        host_bounds=torch.from_numpy(cut.cu_seqlens),
         mask=move(micro.loss_mask, torch.float32),
         weights=move(micro.weights, torch.float32),
         rollout_logprobs=move(micro.rollout_logprobs, torch.float32),
         sequence=move(np.repeat(np.arange(len(lengths)), lengths), torch.int64),
-        longest=int(np.diff(cut.cu_seqlens).max()),
         columns={name: move(column, torch.float32) for name, column in columns.items()},
         routing=None if micro.routing is None else _routing(micro.routing, source, device),
         margins=None if micro.margins is None else torch.tensor(micro.margins, dtype=torch.float32, device=device),

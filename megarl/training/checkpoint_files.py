@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Collection, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +179,21 @@ class _Names(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """What the file names. Raises UserError for what no checkpoint needs."""
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if module in RECORDS or (module, name) in NAMED or (module == "torch" and "." not in name):
             found = super().find_class(module, name)
             own = isinstance(found, type) and found.__module__ == module
             if (module, name) in NAMED or isinstance(found, torch.dtype) or (module in RECORDS and own):
                 return found
         raise UserError(f"it names {module}.{name}, which is nothing that a checkpoint is made of")
+
+
+def _member(kind: Any, name: str) -> Any:
+    """A member of an enumeration: early versions of Python 3.11, such as Debian 12's 3.11.2, pickle those by `getattr`."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[name]
+    raise UserError(f"it names {name} of {kind}, which is nothing that a checkpoint is made of")
 
 
 def check_metadata(folder: Path) -> None:

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from megarl.core.layout import Layout
-from megarl.models.gpt import packed_params
+from megarl.models.packed import packed_params
 from megarl.training.batch import DeviceBatch, filler
 from megarl.training.parallel import Groups
 
@@ -76,7 +76,7 @@ def _forward_step(evaluate: Evaluate, prepare: Prepare | None, cp: int, options:
             batch.tokens[None],
             batch.positions[None],
             None,
-            packed_seq_params=packed_params(batch.cu_seqlens, cp, batch.longest),
+            packed_seq_params=packed_params(batch.cu_seqlens, cp, batch.host_bounds),
             **options,
         )
 

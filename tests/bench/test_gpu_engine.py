@@ -143,6 +143,21 @@ def test_each_state_goes_to_the_host_once(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert ("offload" in found) == goes, cell
 
 
+def test_what_a_device_holds_beside_torch_and_what_torch_takes_for_what_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {"mem_get_info": (10 * GIB, 80 * GIB), "memory_reserved": 68 * GIB, "max_memory_reserved": 75 * GIB}
+    for name, value in (found | {"max_memory_allocated": 60 * GIB, "memory_stats": {"num_alloc_retries": 3}}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert engine_cell.allocator(CUDA) == {
+        "allocator": {
+            **{"beside_torch_bytes": 2 * GIB, "taken_bytes": 75 * GIB, "asked_bytes": 60 * GIB},
+            **{"fragmentation": pytest.approx(0.2), "retries": 3},
+        }
+    }
+    assert engine_cell.allocator(CPU) == {}
+
+
 def test_what_a_cell_has_measured_stays_where_it_ends_early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_: object) -> dict[str, Any]:
         raise torch.OutOfMemoryError("all of it")

@@ -117,6 +117,7 @@ def test_megatron_finds_what_it_looks_for(found: dict[str, Any]) -> None:
     assert used >= {
         *("Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm", "DotProductAttention"),
         *("apply_rotary_pos_emb", "FusedAdam", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"),
+        *("moe_permute_with_probs", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe_unpermute"),
     }
 
 

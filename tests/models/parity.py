@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.models.gpt import packed_params
+from megarl.models.packed import packed_params
 from tests.support.olmo import unscale_local_layers
 
 LENGTHS = (7, 1, 33, 20)

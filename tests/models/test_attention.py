@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.models.attention import CoreAttention, _chunk_order, _with_sink
-from megarl.models.gpt import packed_params
+from megarl.models.packed import packed_params
 
 pytestmark = pytest.mark.usefixtures("on_device")
 D = 8

@@ -18,11 +18,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.core.layout import Layout, stage_layers
-from megarl.models.gpt import build_gpt, packed_params, transformer_config
+from megarl.models.gpt import build_gpt, transformer_config
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_gather import Gatherer, export_buckets
 from megarl.models.hf_weights import load_hf_weights
 from megarl.models.layer_spec import Router, uses_transformer_engine
+from megarl.models.packed import packed_params
 from megarl.training.parallel import Groups
 from tests.models.parity import LENGTHS, megatron_logits, packed_on, packed_tokens, transformers_logprobs
 from tests.support.platforms import chosen
@@ -268,17 +269,30 @@ def test_packed_sequences_know_nothing_of_each_other(
             torch.testing.assert_close(packed[start : start + length], alone, atol=allowed, rtol=allowed)
 
 
-def test_the_longest_sequence_and_not_the_pack_bounds_positions() -> None:
-    params = packed_params(torch.tensor([0, 3, 10, 12], dtype=torch.int32))
-    assert (params.max_seqlen_q, params.max_seqlen_kv, params.qkv_format) == (7, 7, "thd")
+def test_layers_of_experts_hold_nothing_of_a_pass_that_is_over(one_rank: Groups, tmp_path: Path) -> None:
+    """Megatron's dispatchers would: of each layer the last micro-batch's map, probabilities, and way back."""
+    model = built(write_tiny_model(tmp_path, "qwen3_moe"), one_rank)
+    dispatchers = [layer.mlp.token_dispatcher for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+
+    def held() -> list[set[str]]:
+        return [{name for name, value in vars(each).items() if isinstance(value, Tensor)} for each in dispatchers]
+
+    before = held()
+    loss_gradients(model, tmp_path)
+    assert held() == before and len(before) > 1
 
 
-def test_padded_bounds_are_given_where_context_parallel_cuts_them() -> None:
-    """Transformer Engine holds them to the others in each layer, which waits for the device; it cuts them for its ranks."""
-    bounds = torch.tensor([0, 4, 8], dtype=torch.int32)
-    assert packed_params(bounds).cu_seqlens_q_padded is None and packed_params(bounds).cu_seqlens_kv_padded is None
-    both = packed_params(bounds, cp=2)
-    assert both.cu_seqlens_q_padded is bounds and both.cu_seqlens_kv_padded is bounds
+def test_tokens_are_sorted_to_experts_by_kernels_of_transformer_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
+    for name in kernels:
+        monkeypatch.setattr(moe_utils, f"fused_{name}", print, raising=False)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", print)
+    config = load_model_config(write_tiny_model(tmp_path, "qwen3_moe"))
+    for platform, fused in ((WITH_TRANSFORMER_ENGINE, True), (WITHOUT, False)):
+        assert transformer_config(config, ONE, dtype=torch.bfloat16, platform=platform).moe_permute_fusion == fused
+    assert not transformer_config(config, ONE, dtype=torch.float32, platform=WITH_TRANSFORMER_ENGINE).moe_permute_fusion
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

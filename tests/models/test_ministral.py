@@ -14,7 +14,7 @@ from transformers.models.ministral3.modeling_ministral3 import Ministral3RotaryE
 
 from megarl.core.errors import UserError
 from megarl.models.config import Rope
-from megarl.models.gpt import packed_params
+from megarl.models.packed import packed_params
 from megarl.models.rope import attention_factor, inverse_frequencies, position_scale
 from megarl.models.rotary import held_positions, scale_by_position
 from tests.models.test_families import PATH, SIZES, parse

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from megarl.core.errors import UserError
 from megarl.models.config import Delta, Rope
-from megarl.models.gpt import packed_params
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
+from megarl.models.packed import packed_params
 from megarl.models.rules import expected_tensors
 from megarl.training.parallel import Groups
 from tests.models.test_families import SIZES, parse

@@ -81,7 +81,7 @@ def held_by(rank: int) -> list[int]:
 def context_parallel(rank: int) -> dict[str, torch.Tensor]:
     """Attention over this rank's chunks, packed and dense, and its gradients."""
     from megarl.models.attention import CoreAttention
-    from megarl.models.gpt import packed_params
+    from megarl.models.packed import packed_params
 
     attention = CoreAttention(
         SimpleNamespace(kv_channels=8, window_size=None, window_attn_skip_freq=None, softmax_type="vanilla"),  # type: ignore[arg-type]

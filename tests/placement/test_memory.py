@@ -156,7 +156,7 @@ def test_a_layer_of_experts_keeps_permuted_tokens_for_each_choice() -> None:
     counting = Counting(config, choice, 2, Kernels(), TOKENS)
     dense = counting.dense.kept[0] - TOKENS * 3 * 18944 * 2 / 2
     # Of half the tokens: permuted inputs, gates and outputs of 8 experts; scores, probabilities, maps; and of all the shared.
-    routed = 8 * (3584 + 3 * 512) * 2 + 64 * (2 * 4 + 2) + 8 * (2 * 4 + 2 * 8)
+    routed = 8 * (3584 + 3 * 512) * 2 + 64 * (2 * 4 + 2 * 4) + 8 * (2 * 4 + 2 * 8)
     assert counting.experts.kept[0] == pytest.approx(dense + TOKENS * (routed / 2 + 3 * 256 / 2 * 2))
 
 

@@ -192,6 +192,34 @@ def rotated(**given: Any) -> Tensor:
     return torch.cat([turned.to(inp.dtype), inp[..., width:]], dim=-1)
 
 
+def permuted(**given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of inp [T, hidden] in the order of experts, their probs, and the way back. probs and routing_map: [T, experts]."""
+    inp, chosen = given["inp"], given["routing_map"]
+    rows = chosen.t().nonzero()[:, 1]
+    assert len(rows) == given["num_out_tokens"], (len(rows), given["num_out_tokens"])
+    return inp[rows], given["probs"].t()[chosen.t()], rows
+
+
+def unpermuted(**given: Any) -> Tensor:
+    """`permuted` undone: the sum of each token's rows, in float32."""
+    assert given["merging_probs"] is None and given["probs"] is None and given["map_type"] == "mask"
+    inp = given["inp"]
+    total = torch.zeros(given["restore_shape"]).index_add(0, given["row_id_map"], inp.float())
+    return total.to(inp.dtype)
+
+
+def chunks_sorted(**given: Any) -> Tensor:
+    """inp: chunks of split_sizes rows, in another order."""
+    chunks = given["inp"].split(given["split_sizes"].tolist())
+    return torch.cat([chunks[index] for index in given["sorted_index"].tolist()])
+
+
+def chunks_sorted_with_probs(**given: Any) -> tuple[Tensor, Tensor]:
+    """The same of rows and their probs."""
+    probs = given.pop("probs")
+    return chunks_sorted(**given), chunks_sorted(**{**given, "inp": probs})
+
+
 def without_offload(**given: Any) -> tuple[Any, Any]:
     """A context that moves nothing, and what waits for nothing."""
     assert given["enabled"] is False
@@ -223,6 +251,10 @@ MADE: dict[str, Any] = {
     "DotProductAttention": DotProductAttention,
     "FusedAdam": FusedAdam,
     "apply_rotary_pos_emb": rotated,
+    "moe_permute_with_probs": permuted,
+    "moe_unpermute": unpermuted,
+    "moe_sort_chunks_by_index": chunks_sorted,
+    "moe_sort_chunks_by_index_with_probs": chunks_sorted_with_probs,
     "get_cpu_offload_context": without_offload,
     "multi_tensor_applier": apply_to_lists,
     "multi_tensor_l2norm": norm_of_all,
