@@ -13,8 +13,9 @@ import pytest
 from megarl.core.platform import get_platform
 
 # In processes of their own: SGLang's modules stay where they were imported.
-MODULES = [f"tests.serving.sglang_{name}" for name in ("norms", "linears", "names", "penalties", "scales", "sampler")]
-NORMS, LINEARS, NAMES, PENALTIES, SCALES, SAMPLER = MODULES
+OF_SERVERS = ("norms", "linears", "names", "penalties", "scales", "sampler", "attention")
+MODULES = [f"tests.serving.sglang_{name}" for name in OF_SERVERS]
+NORMS, LINEARS, NAMES, PENALTIES, SCALES, SAMPLER, ATTENTION = MODULES
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,10 @@ def test_shared_memory_of_a_server_is_named_as_who_starts_it_expects(found: dict
 def test_a_repetition_penalty_is_computed_at_once(found: dict[str, Any]) -> None:
     """The first request that asks for one waited ten seconds of a core for torch's compiler."""
     assert found[PENALTIES] == ""
+
+
+def test_a_deterministic_server_on_blackwell_is_told_its_attention(found: dict[str, Any]) -> None:
+    assert found[ATTENTION] == ""
 
 
 def test_a_server_that_waits_for_fp8_on_blackwell_leaves_its_scales_as_they_come(found: dict[str, Any]) -> None:
