@@ -13,9 +13,9 @@ import pytest
 from megarl.core.platform import get_platform
 
 # In processes of their own: SGLang's modules stay where they were imported.
-OF_SERVERS = ("norms", "linears", "names", "penalties", "scales", "sampler", "attention")
+OF_SERVERS = ("norms", "linears", "names", "penalties", "scales", "sampler", "attention", "ranks")
 MODULES = [f"tests.serving.sglang_{name}" for name in OF_SERVERS]
-NORMS, LINEARS, NAMES, PENALTIES, SCALES, SAMPLER, ATTENTION = MODULES
+NORMS, LINEARS, NAMES, PENALTIES, SCALES, SAMPLER, ATTENTION, RANKS = MODULES
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +74,10 @@ def test_a_server_that_waits_for_fp8_on_blackwell_leaves_its_scales_as_they_come
 def test_a_seeded_token_does_not_depend_on_what_others_of_the_batch_ask_for(found: dict[str, Any]) -> None:
     """A greedy answer beside it had a sample draw another first token."""
     assert found[SAMPLER] == ""
+
+
+def test_where_requests_of_a_batch_differ_those_that_filter_nothing_can_be_drawn_in_the_same_way(
+    found: dict[str, Any],
+) -> None:
+    """On CUDA, where the sampler is SGLang's own."""
+    assert found[RANKS] == ""
