@@ -95,6 +95,7 @@ PARTS = (
     Part("math-verify", "math_verify", "no math reward; others work"),
     Part("wandb", "wandb", "report.wandb cannot be used; metrics.jsonl and TensorBoard work"),
     Part("sglang-kernel", "sgl_kernel", "SGLang does not start on GPUs", needed=("cuda",), useful=("cuda",)),
+    Part("torch-memory-saver", "torch_memory_saver", "servers with rollout.offload do not start", useful=("cuda",)),
     Part(
         "transformer-engine",
         "transformer_engine",

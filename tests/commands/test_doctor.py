@@ -19,7 +19,7 @@ from megarl.models import layer_spec
 CPU = get_platform("cpu")
 CUDA = get_platform("cuda")
 UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
-GPU_ONLY = {"transformer-engine", "sglang-kernel", "apex (NVIDIA)"}
+GPU_ONLY = {"transformer-engine", "sglang-kernel", "torch-memory-saver", "apex (NVIDIA)"}
 
 
 def find(diagnosis: Diagnosis, part: str) -> Finding:

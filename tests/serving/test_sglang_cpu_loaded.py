@@ -13,9 +13,9 @@ import pytest
 from megarl.core.platform import get_platform
 
 # In processes of their own: SGLang's modules stay where they were imported.
-OF_SERVERS = ("norms", "linears", "names", "penalties", "scales", "sampler", "attention", "ranks")
+OF_SERVERS = ("norms", "linears", "names", "penalties", "scales", "sampler", "attention", "ranks", "kv_scales")
 MODULES = [f"tests.serving.sglang_{name}" for name in OF_SERVERS]
-NORMS, LINEARS, NAMES, PENALTIES, SCALES, SAMPLER, ATTENTION, RANKS = MODULES
+NORMS, LINEARS, NAMES, PENALTIES, SCALES, SAMPLER, ATTENTION, RANKS, KV_SCALES = MODULES
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +81,8 @@ def test_where_requests_of_a_batch_differ_those_that_filter_nothing_can_be_drawn
 ) -> None:
     """On CUDA, where the sampler is SGLang's own."""
     assert found[RANKS] == ""
+
+
+def test_scales_of_the_cache_that_nobody_sends_are_none(found: dict[str, Any]) -> None:
+    """A server that has slept has some in memory that was not written."""
+    assert found[KV_SCALES] == ""
