@@ -308,8 +308,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
         shared_server_args=("--mem-fraction-static", "0.3"),
         offload_server_args=("--enable-memory-saver",),
         deterministic_server_args=("--enable-deterministic-inference",),
-        # SGLang 0.5.21: those with cached prefixes among its DETERMINISTIC_ATTENTION_BACKEND_CHOICES.
-        deterministic_attention=("fa3", "fa4", "triton"),
+        deterministic_attention=("fa3", "fa4", "triton"),  # those of SGLang 0.5.21's with cached prefixes
         draws_by_rank=True,
         env=CUDA_ENV | {name: os.environ.get(name, value) for name, value in CUDA_SHARED.items()},
         conflicts=CUDA_CONFLICTS,

@@ -140,9 +140,14 @@ class ServerSpec:
         ]
 
     def _kernel_flags(self) -> tuple[str, ...]:
-        """By which kernels a device's server computes, where SGLang's own choice does not do."""
+        """By which kernels a device's server computes, where SGLang's own choice does not do.
+
+        It captures decode steps of up to 32, 256 or 512 sequences, as a device has memory, and runs larger ones without a graph
+        (0.5.21, arg_groups/memory_hook.py): here as many as may run.
+        """
+        graphs = ("--cuda-graph-max-bs-decode", str(self.max_running_requests))
         experts = server_models.expert_flags(self.model, self.extra, quantized=self.quantized)
-        return (*server_models.attention_flags(self.model), *experts)
+        return (*graphs, *server_models.attention_flags(self.model), *experts)
 
 
 @dataclass(frozen=True)
