@@ -31,6 +31,8 @@ APEX_USEFUL: tuple[PlatformName, ...] = ("cuda",)
 GIB = 2**30
 LOAD_S = 300.0
 COMPILERS = ("cc", "gcc", "clang")
+FLASH = "flash-attn"
+PACKED_BY_CUDNN = range(9, 12)  # majors of devices on which cuDNN's attention takes packed sequences
 
 
 class Level(StrEnum):
@@ -93,6 +95,7 @@ PARTS = (
     Part("math-verify", "math_verify", "no math reward; others work"),
     Part("wandb", "wandb", "report.wandb cannot be used; metrics.jsonl and TensorBoard work"),
     Part("sglang-kernel", "sgl_kernel", "SGLang does not start on GPUs", needed=("cuda",), useful=("cuda",)),
+    Part("torch-memory-saver", "torch_memory_saver", "servers with rollout.offload do not start", useful=("cuda",)),
     Part(
         "transformer-engine",
         "transformer_engine",
@@ -109,7 +112,7 @@ def diagnose(platform: Platform | None = None) -> Diagnosis:
     wanted = pins()
     findings = [_python(), *_devices(platform)]
     findings += [_part(part, platform.name, wanted.get(part.distribution)) for part in PARTS]
-    findings += [_compiler(), *_kernel_tools()] if platform.has_device_memory else []
+    findings += [_compiler(), *_kernel_tools(), *_flash_attention()] if platform.has_device_memory else []
     findings += [_apex(platform.name), _wandb_key(), _ray()]
     if not wanted:
         cost = "versions cannot be checked: install megarl with `pip install -e .`"
@@ -235,6 +238,35 @@ def _kernel_tools() -> list[Finding]:
         level = Level.OK if found else Level.FATAL
         findings.append(Finding(name, level, found or "none", "" if found else program, cost))
     return findings
+
+
+def _flash_attention() -> list[Finding]:
+    """What Transformer Engine attends to packed sequences with where cuDNN has no kernel for them (models/layer_spec.py)."""
+    version = installed(FLASH)
+    capability = _capability() if installed("transformer-engine") and cuda_device_count() else None
+    if capability is None or capability[0] in PACKED_BY_CUDNN:
+        return []
+    if version is not None:
+        return [Finding(FLASH, Level.OK, version)]
+    of = ".".join(map(str, capability))
+    cost = (
+        f"devices of capability {of} have no other attention of Transformer Engine's for packed sequences: its layers take "
+        "torch's, which is slower, and keeps a mask for windows and under context parallel. `pip install flash-attn`"
+    )
+    return [Finding(FLASH, Level.NOTE, "not installed", "what this Transformer Engine takes", cost)]
+
+
+def _capability() -> tuple[int, int] | None:
+    """Of the first device, as torch says it in a process of its own; None where it has none."""
+    words = "import torch; print(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", words], capture_output=True, text=True, timeout=LOAD_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    found = [int(word) for word in done.stdout.split()] if done.returncode == 0 else []
+    return (found[0], found[1]) if len(found) == 2 else None
 
 
 def _apex(platform: PlatformName) -> Finding:

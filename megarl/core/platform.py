@@ -160,6 +160,8 @@ class Platform:
     gives its memory back at times (none on cpu: there SGLang 0.5.21 keeps what it is asked to release).
     deterministic_server_args: those of one whose answers must not depend on what else it answers.
     deterministic_attention: its attention backends; most_deterministic_tp: its largest tensor-parallel size, if there is one.
+    draws_by_rank: where one request of a batch is greedy or leaves tokens out, deterministic servers draw all of its tokens by
+    their rank among the likeliest instead of by their number.
     lora_server_args: those of one that takes LoRA adapters. refused_server_args: flags with which none comes up.
     env: variables that every rank and server starts with. conflicts: with what a user's own environment may have.
     chunk_elements: float32 elements of a temporary, where work may be cut: enough to keep a device busy; on a CPU, few
@@ -193,6 +195,7 @@ class Platform:
     lora_server_args: tuple[str, ...] = ()
     refused_server_args: tuple[Refused, ...] = ()
     most_deterministic_tp: int | None = None
+    draws_by_rank: bool = False
     chunk_elements: int = 16 * 2**20
     micro_batch_tokens: int | None = None
     needs_kv_tokens: bool = False
@@ -305,8 +308,8 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
         shared_server_args=("--mem-fraction-static", "0.3"),
         offload_server_args=("--enable-memory-saver",),
         deterministic_server_args=("--enable-deterministic-inference",),
-        # SGLang 0.5.21: those with cached prefixes among its DETERMINISTIC_ATTENTION_BACKEND_CHOICES.
-        deterministic_attention=("fa3", "fa4", "triton"),
+        deterministic_attention=("fa3", "fa4", "triton"),  # those of SGLang 0.5.21's with cached prefixes
+        draws_by_rank=True,
         env=CUDA_ENV | {name: os.environ.get(name, value) for name, value in CUDA_SHARED.items()},
         conflicts=CUDA_CONFLICTS,
         has_transformer_engine=_installed("transformer_engine"),

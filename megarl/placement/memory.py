@@ -229,7 +229,7 @@ class ServerBytes:
     weights: Any
     cache: Any
     states: Any
-    other: float
+    other: Any
     cache_tokens: Any
     most_running: Any
 
@@ -260,7 +260,8 @@ def server_bytes(
     uncut = whole / total * whole_parameters(config, config.num_layers, len(config.moe_layers), fused=True)
     weights = uncut + (whole - uncut) / choice.tp
     share = choice.share * cluster.device.memory_bytes
-    room = np.maximum(share - weights - cluster.rates.server_bytes, 0.0)
+    other = cluster.rates.server_bytes + further_bytes(choice, cluster)
+    room = np.maximum(share - weights - other, 0.0)
     states, most_running = np.zeros(len(choice)), np.full(len(choice), np.inf)
     if config.delta is not None:
         slot = state_bytes(config, choice.tp, pool.element_bytes)
@@ -272,4 +273,9 @@ def server_bytes(
         # A little more, so that rounding takes no token away.
         told = most_tokens * each * (1 + 1e-9)
         cache = np.minimum(cache, told) if cluster.device.offloads_to_host else told
-    return ServerBytes(weights, cache, states, cluster.rates.server_bytes, np.floor(cache / each), most_running)
+    return ServerBytes(weights, cache, states, other, np.floor(cache / each), most_running)
+
+
+def further_bytes(choice: Servers, cluster: Cluster) -> Any:
+    """[N] bytes that a server's rank holds more of, because it has others to talk to."""
+    return (choice.tp - 1) * cluster.rates.server_rank_bytes

@@ -160,7 +160,7 @@ def _rollout_plan(
             "weights": each * float(held.weights[0]),
             "cache": each * float(held.cache[0]),
             **({"states": each * float(held.states[0])} if config.delta is not None else {}),
-            "other": each * held.other,
+            "other": each * float(held.other[0]),
         },
         offloaded_bytes=each * float(table.separate.rest[row]),
         choice={

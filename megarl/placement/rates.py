@@ -34,8 +34,9 @@ class Rates:
     the ranks into servers on the same devices, where they take longer than their copies. disk_bytes_s: what one node writes
     into a folder of weight versions, or reads from it: a guess, no data sheet of a device knows it. at_once: devices of a node
     that work at full speed at the same time, and servers_at_once likewise servers' devices: processes that stand for devices
-    share cores. reserved_bytes: context, communicators. server_bytes: what a server holds beside weights and KV cache;
-    offloaded_bytes: of it while it sleeps. fragmentation: share of the memory that the allocator cannot use. host_rank_bytes,
+    share cores. reserved_bytes: context, communicators. server_bytes: what a server of one rank holds on its device beside
+    weights and KV cache; offloaded_bytes: of it while it sleeps; server_rank_bytes: more of both for each further rank.
+    fragmentation: share of the memory that the allocator cannot use. host_rank_bytes,
     host_server_bytes: what a rank, and a server's part on one device, hold in the host's memory beside what a run has there:
     guesses, no run on a GPU was measured.
 
@@ -49,7 +50,11 @@ class Rates:
     update_s, call_sample_s, decode_layer_s and decode_request_s are fitted to runs of one model on H100, expert_layer_s to half
     of the runs of another (bench/plan_published.py). decode_expert_layer_s lies between what two sources speak for: 0.6 ms
     (verl's runs there, as slow as without graphs) and 0.1 ms (NeMo-RL's). load_tensor_s: slime's colocated sync of Qwen3-30B-A3B
-    on 8 H200 takes 3.0 s, 2.5 s of them in the engine's load of 18,867 tensors.
+    on 8 H200 takes 3.0 s, 2.5 s of them in the engine's load of 18,867 tensors. offloaded_bytes and server_rank_bytes: SGLang
+    gives back weights and KV cache alone, and keeps what it reserves itself (0.5.21, arg_groups/memory_hook.py): 0.5 GiB for
+    attention's metadata, 0.5 for decode graphs of up to 256 sequences, 0.45 for 58 graphs of prompts, an eighth for each rank's
+    communicators; and 0.15 for logits in float32 (graph_shared_output.py), as much as a prompt's 8,192 tokens take in one layer
+    in the graphs' pool (0.1 to 0.6), and 0.5 for the context.
     """
 
     matmul: float = 0.78
@@ -87,7 +92,8 @@ class Rates:
     disk_bytes_s: float = 1.0 * GB
     reserved_bytes: float = 2.0 * GIB
     server_bytes: float = 3.0 * GIB
-    offloaded_bytes: float = 0.6 * GIB
+    offloaded_bytes: float = 2.75 * GIB
+    server_rank_bytes: float = GIB / 8
     fragmentation: float = 0.04
     host_rank_bytes: float = 4.0 * GIB
     host_server_bytes: float = 6.0 * GIB
@@ -130,6 +136,7 @@ _CPU_RATES = Rates(
     reserved_bytes=1.0 * GIB,
     server_bytes=1.5 * GIB,
     offloaded_bytes=1.5 * GIB,
+    server_rank_bytes=0.0,
     fragmentation=0.02,
 )
 

@@ -18,7 +18,16 @@ from megarl.placement.compute import Seconds, core_share, score_seconds, update_
 from megarl.placement.frontier import COSTS, SLOWEST, Choices, is_least
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import Floats
-from megarl.placement.memory import OFFLOADED_SHARE, Role, RoleBytes, ServerBytes, role_bytes, server_bytes, top_bytes
+from megarl.placement.memory import (
+    OFFLOADED_SHARE,
+    Role,
+    RoleBytes,
+    ServerBytes,
+    further_bytes,
+    role_bytes,
+    server_bytes,
+    top_bytes,
+)
 from megarl.placement.search import Tables
 from megarl.placement.space import Ints, Layouts, Mask, Servers, Space, layouts, servers
 from megarl.placement.weight_sync import gather_seconds, sync_seconds
@@ -256,7 +265,8 @@ def price_rollout(
     whole, total, flow = held.total, seconds.total, seconds.flow
     separate, shared = sync_seconds(config, workload, cluster, across=across)
     wake = rates.wake_s * offloaded
-    rest = np.where(offloaded, np.minimum(rates.offloaded_bytes + stays, whole), whole)
+    stays = stays + rates.offloaded_bytes + further_bytes(choice, cluster)
+    rest = np.where(offloaded, np.minimum(stays, whole), whole)
 
     def choices(add: Any, beside: Any) -> Choices:
         cost = _no_costs(len(rest), cluster)

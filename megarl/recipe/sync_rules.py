@@ -31,7 +31,13 @@ def _rearranging(recipe: Recipe) -> list[str]:
 
 
 # Flags of SGLang by which rollout.quantization has servers start.
-QUANTIZING = ("--load-format", "--json-model-override-args", "--quantization", "--torchao-config")
+QUANTIZING = (
+    "--load-format",
+    "--custom-weight-loader",
+    "--json-model-override-args",
+    "--quantization",
+    "--torchao-config",
+)
 
 
 def quantizing(recipe: Recipe) -> list[str]:

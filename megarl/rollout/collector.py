@@ -21,7 +21,6 @@ from megarl.core.types import Block, FloatArray, Prompt, Sample, Status, TokenAr
 from megarl.data.chat import Tokenizer, load_tokenizer
 from megarl.data.mix import rows_by_set
 from megarl.data.prompts import PromptSet, digests_of, load_prompts
-from megarl.recipe.held_out import Eval
 from megarl.recipe.schema import Recipe
 from megarl.recipe.scoring import served_columns
 from megarl.rewards.combine import Graders
@@ -36,6 +35,7 @@ from megarl.rollout.handed import blocks_of, columns_of
 from megarl.rollout.journal import JOURNAL, Journal, Written, steps_of
 from megarl.rollout.notices import Notices
 from megarl.rollout.pieces import Decode
+from megarl.rollout.requests import held_out_sampling, train_sampling
 from megarl.rollout.sample_facts import eval_facts, group_facts
 from megarl.rollout.samples_file import shown, write_samples
 from megarl.rollout.seeds import Purpose
@@ -240,7 +240,7 @@ class Collector:
                 for row in rows:
                     prompt = self._eval_prompts[row]
                     own = settings.of_row(prompt.metadata)
-                    sampling = _bounded(_held_out_sampling(recipe, own), prompt)
+                    sampling = held_out_sampling(recipe, prompt)
                     making += [
                         tasks.create_task(self._sample(prompt, sampling, step, index, "eval"))
                         for index in range(own.samples_per_prompt)
@@ -283,17 +283,7 @@ class Collector:
 
     async def _generated(self, task: GroupTask, prompt: Prompt) -> Written:
         """A group's samples; grading one overlaps with generating others."""
-        settings = self._recipe.rollout
-        sampling = Sampling(
-            settings.max_response_tokens,
-            settings.temperature,
-            settings.top_p,
-            settings.top_k,
-            settings.stop,
-            self._recipe.actor.routing_replay,
-            alone=settings.deterministic,
-        )
-        sampling = _bounded(sampling, prompt)
+        sampling = train_sampling(self._recipe, prompt)
         async with asyncio.TaskGroup() as tasks:
             making = [
                 tasks.create_task(
@@ -356,24 +346,6 @@ def _first(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _held_out_sampling(recipe: Recipe, asked: Eval) -> Sampling:
-    """asked: how the row's set is."""
-    return Sampling(
-        asked.max_response_tokens or recipe.rollout.max_response_tokens,
-        asked.temperature,
-        asked.top_p,
-        asked.top_k,
-        stop=recipe.rollout.stop,
-        alone=recipe.rollout.deterministic,
-    )
-
-
-def _bounded(sampling: Sampling, prompt: Prompt) -> Sampling:
-    """With no more tokens than the row itself allows."""
-    own = prompt.max_response_tokens
-    return sampling if own is None else replace(sampling, max_tokens=min(sampling.max_tokens, own))
 
 
 def _patience_s(recipe: Recipe) -> float:

@@ -23,6 +23,7 @@ def server_spec(recipe: Recipe, *, lora: ServedLora | None = None, threads: int 
         offloaded=bool(settings.offload),
         deterministic=settings.deterministic,
         quantized=settings.quantization is not None,
+        held_s=recipe.deadlines.sync_s if settings.in_flight == "in_place" and settings.keep_kv else None,
         lora=lora,
         threads=threads,
         extra=(*settings.server_args, *((ROUTING,) if recipe.actor.routing_replay else ())),

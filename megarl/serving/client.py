@@ -55,7 +55,8 @@ class ServerEndpoint:
 
     api_key: empty for one that wants none. shares_devices: its devices are ranks' as well. since: what tells one that came back
     at the same address from the one before. adapter: LoRA adapters that requests are answered with; none where empty. run: who
-    sends it weights, as `answers.version_label` has it, where another run could, too.
+    sends it weights, as `answers.version_label` has it, where another run could, too. loader: what it calls of its own at the
+    beginning of each weight update (`sglang_kv_scales`); nothing where empty.
     """
 
     name: str
@@ -66,6 +67,7 @@ class ServerEndpoint:
     since: float = 0.0
     adapter: str = ""
     run: str = ""
+    loader: str = ""
 
 
 class ServerError(MegarlError):

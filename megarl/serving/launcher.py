@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
+
+DETERMINISTIC = "--enable-deterministic-inference"
+ATTENTION = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
 
 
 class Secret(str):
@@ -58,6 +62,20 @@ def keep_scales(load_format: str) -> None:
         os.environ["SGLANG_ENABLE_JIT_DEEPGEMM"] = "0"
 
 
+def attention_flags(argv: Sequence[str]) -> tuple[str, ...]:
+    """The attention of a deterministic server on Blackwell, where its words name none.
+
+    SGLang takes FlashInfer's there, without cached prefixes and with 2 GiB of workspace; or what the model has by default, which
+    for DeepSeek-V3 and gpt-oss is none of its deterministic ones, so that no server starts (0.5.21, arg_groups/overrides.py and
+    model_overrides, layers/attention/flashinfer_backend.py).
+    """
+    from sglang.srt.runtime_context import get_platform
+
+    names = {word.partition("=")[0] for word in argv}
+    is_open = DETERMINISTIC in names and not names.intersection(ATTENTION)
+    return (ATTENTION[0], "triton") if is_open and get_platform().is_blackwell else ()
+
+
 def run_sglang_server(argv: list[str], api_key: Secret) -> None:
     """Serve until told to stop; argv: flags of `sglang.launch_server`."""
     import os
@@ -68,7 +86,7 @@ def run_sglang_server(argv: list[str], api_key: Secret) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    server_args = prepare_server_args(argv)
+    server_args = prepare_server_args([*argv, *attention_flags(argv)])
     server_args.api_key = api_key
     keep_scales(server_args.load_format)
     name_instance(Path(tempfile.gettempdir()).name)  # a folder of the server's own

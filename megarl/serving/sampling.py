@@ -11,6 +11,9 @@ import numpy as np
 
 from megarl.core.types import TokenArray
 
+# Of SGLang's 2**30 for all tokens: it leaves none out, and counts as a filter.
+LEAVES_NONE_OUT = 2**30 - 1
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -18,7 +21,7 @@ class Sampling:
 
     seed: of its random numbers, of 63 bits; a server outside of its deterministic mode has its own. alone: share cached
     prefixes with requests of the same prompt only, because others' were computed in other shapes. routing: also ask which
-    experts were chosen.
+    experts were chosen. by_rank: draw as where tokens are left out, though none is (see `Platform.draws_by_rank`).
     """
 
     max_tokens: int
@@ -29,6 +32,7 @@ class Sampling:
     routing: bool = False
     seed: int | None = None
     alone: bool = False
+    by_rank: bool = False
 
     def body(self) -> dict[str, Any]:
         """SGLang's sampling_params."""
@@ -36,7 +40,7 @@ class Sampling:
             "max_new_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            "top_k": LEAVES_NONE_OUT if self.by_rank and self.top_k < 1 else self.top_k,
         }
         if self.stop:
             body["stop"] = list(self.stop)

@@ -23,6 +23,7 @@ from megarl.serving import server_models
 from megarl.serving.client import ServerEndpoint
 from megarl.serving.process import Command, Endpoint, ManagedProcess
 from megarl.serving.server_flags import OVERRIDES, SPARE_TOKENS, split_overrides
+from megarl.serving.sglang_kv_scales import LOADER
 
 # SGLang closes a connection after 5 idle seconds by default. The router and the clients keep theirs for longer than
 # that, and a training step lasts longer: the first requests of the next step would be sent into closed connections.
@@ -31,6 +32,9 @@ LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's own: without it
 
 # How SGLang begins to say that a rank did not load weights. Its answer is its first rank's alone.
 FAILED_LOAD = re.compile(r"Failed to (update|receive) (weights|parameter)|weight updates are not supported")
+# SGLang's own: it ends a server that has a batch and for so long computes none, as one that is paused with its requests in place
+# (0.5.21, managers/scheduler_components/invariant_checker.py: cur_batch_for_debug).
+WATCHDOG_S = 300.0
 # SGLang's own: a server in FP8 compiles DeepGEMM's kernels for fewer lengths while it starts. For all of them it takes "typically
 # 10-20 mins" where none lie in its cache (0.5.21, layers/deep_gemm_wrapper/compile_utils.py), and `deadlines.start_s` is 10.
 FEWER_KERNELS = "SGLANG_JIT_DEEPGEMM_FAST_WARMUP"
@@ -53,7 +57,8 @@ class ServerSpec:
     longest prompt with its response; None is the model's own. weight_version: of the weights in `model`. span: where the
     server is over several nodes; only the first answers requests. shares_devices: with ranks, and so their memory. offloaded:
     it gives memory back at times. deterministic: an answer depends on its request alone. quantized: it begins with random
-    weights, and waits for a sync in FP8 (models/fp8_weights.py). lora: adapters that it takes as they are. threads: of each of
+    weights, and waits for a sync in FP8 (models/fp8_weights.py). held_s: longest that it holds requests as they are, while it is
+    paused; None where it never does. lora: adapters that it takes as they are. threads: of each of
     its tensor-parallel ranks; None is what suits the platform. extra: flags of sglang.launch_server.
     """
 
@@ -70,6 +75,7 @@ class ServerSpec:
     offloaded: bool = False
     deterministic: bool = False
     quantized: bool = False
+    held_s: float | None = None
     lora: ServedLora | None = None
     threads: int | None = None
     extra: tuple[str, ...] = ()
@@ -91,6 +97,8 @@ class ServerSpec:
             flags += ["--max-total-tokens", str(self.kv_tokens + SPARE_TOKENS)]
         if self.context_length is not None:
             flags += ["--context-length", str(self.context_length + SPARE_TOKENS)]
+        if self.held_s is not None:
+            flags += ["--watchdog-timeout", f"{WATCHDOG_S + self.held_s:g}"]
         if self.span is not None:
             flags += ["--nnodes", str(self.span.num_nodes), "--node-rank", str(self.span.node_rank)]
             flags += ["--dist-init-addr", self.span.meet]
@@ -98,7 +106,7 @@ class ServerSpec:
         settings = server_models.missing_settings(self.model)
         if self.quantized:
             # The folder's weights are of another form than those that come.
-            flags += ["--load-format", "dummy"]
+            flags += ["--load-format", "dummy", "--custom-weight-loader", LOADER]
             settings |= quantization_settings()
         if settings | own:
             flags += [OVERRIDES, json.dumps(settings | own)]
@@ -132,9 +140,14 @@ class ServerSpec:
         ]
 
     def _kernel_flags(self) -> tuple[str, ...]:
-        """By which kernels a device's server computes, where SGLang's own choice does not do."""
+        """By which kernels a device's server computes, where SGLang's own choice does not do.
+
+        It captures decode steps of up to 32, 256 or 512 sequences, as a device has memory, and runs larger ones without a graph
+        (0.5.21, arg_groups/memory_hook.py): here as many as may run.
+        """
+        graphs = ("--cuda-graph-max-bs-decode", str(self.max_running_requests))
         experts = server_models.expert_flags(self.model, self.extra, quantized=self.quantized)
-        return (*server_models.attention_flags(self.model), *experts)
+        return (*graphs, *server_models.attention_flags(self.model), *experts)
 
 
 @dataclass(frozen=True)
@@ -177,7 +190,13 @@ class ServerProcess(ManagedProcess):
         self._temp = Path(tempfile.mkdtemp(prefix="server-", dir=place.temp))
         adapter = ADAPTER if spec.lora is not None else ""
         self._endpoint = ServerEndpoint(
-            name, f"http://{place.host}:{port}", place.api_key, spec.tp, spec.shares_devices, adapter=adapter
+            name,
+            f"http://{place.host}:{port}",
+            place.api_key,
+            spec.tp,
+            spec.shares_devices,
+            adapter=adapter,
+            loader=LOADER if spec.quantized else "",
         )
         super().__init__(
             Command(

@@ -33,6 +33,7 @@ from megarl.sync.session import (
     Failures,
     Stopwatch,
     SyncReport,
+    begin,
     bucket_limit_s,
     commit,
     connected,
@@ -181,7 +182,7 @@ class BroadcastSender:
             await asyncio.to_thread(self._member.word, False)
             raise
         if not failures:
-            failures = await everyone(clients, lambda client: client.begin_weight_update(left(end)))
+            failures = await everyone(clients, lambda client: begin(client, end))
         await asyncio.to_thread(self._member.word, not failures)
         if failures:
             return await self._give_up(clients, failures), 0, True

@@ -6,6 +6,8 @@ How the weights themselves travel is the transports' own: broadcast.py, shared_m
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,6 +28,7 @@ BLAME = 4
 # A sync that servers fail one after another takes no longer than so many attempts that last to their end.
 ATTEMPTS = 3
 SLOWEST_BYTES_PER_S = 50e6
+NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()  # as SGLang reads a list of tensors
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,15 @@ async def connected(servers: Sequence[ServerEndpoint]) -> AsyncIterator[Clients]
     """A client for each server, by its name."""
     async with AsyncExitStack() as stack:
         yield {server.name: await stack.enter_async_context(ServerClient(server)) for server in servers}
+
+
+async def begin(client: ServerClient, end: float) -> None:
+    """Open a server's update, and have it call what it has of its own for that."""
+    await client.begin_weight_update(left(end))
+    if client.endpoint.loader:
+        body = {"serialized_named_tensors": [NO_TENSORS] * client.endpoint.tp, "load_format": client.endpoint.loader}
+        # The buckets that follow forget cached prefixes, where these may be forgotten.
+        await client.ask("/update_weights_from_tensor", body | {"flush_cache": False}, left(end))
 
 
 async def commit(client: ServerClient, version: int, end: float) -> None:

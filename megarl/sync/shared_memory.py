@@ -28,12 +28,12 @@ from megarl.sync.session import (
     Failures,
     Stopwatch,
     SyncReport,
+    begin,
     bucket_limit_s,
     commit,
     connected,
     everyone,
     failures_of,
-    left,
     meet,
     ranks_failed,
 )
@@ -98,7 +98,7 @@ class SharedMemorySender:
         began, watch = time.monotonic(), Stopwatch()
         end = began + self._timeout_s
         async with connected(servers) as clients:
-            failures = await everyone(clients, lambda client: client.begin_weight_update(left(end)))
+            failures = await everyone(clients, lambda client: begin(client, end))
             watch.lap("begin")
             loads = Loads()
             num_bytes = 0

@@ -5,6 +5,8 @@ import importlib.util
 import io
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,10 +14,12 @@ from rich.console import Console
 from megarl.commands import doctor
 from megarl.commands.doctor import Diagnosis, Finding, Level, diagnose, render
 from megarl.core.platform import get_platform
+from megarl.models import layer_spec
 
 CPU = get_platform("cpu")
 CUDA = get_platform("cuda")
-GPU_ONLY = {"transformer-engine", "sglang-kernel", "apex (NVIDIA)"}
+UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
+GPU_ONLY = {"transformer-engine", "sglang-kernel", "torch-memory-saver", "apex (NVIDIA)"}
 
 
 def find(diagnosis: Diagnosis, part: str) -> Finding:
@@ -118,6 +122,38 @@ def test_what_servers_compile_kernels_with_is_looked_for_as_they_find_it(
         name: str(tmp_path / program) for name, program in programs.items()
     }
     assert not [each for each in diagnose(CPU).findings if each.part in programs]
+
+
+CAPABILITIES = [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_flash_attention_is_wanted_where_transformer_engine_has_no_other_for_packed_sequences(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, {"transformer-engine": "2.11.0", "flash-attn": None})
+    monkeypatch.setattr(doctor, "load_trouble", lambda module: "")
+    monkeypatch.setattr(doctor, "cuda_device_count", lambda: 1)
+    monkeypatch.setattr(doctor, "_capability", lambda: capability)
+    monkeypatch.setattr(layer_spec, "compute_capability", lambda _: capability)
+    monkeypatch.setitem(sys.modules, UTILS, SimpleNamespace(FlashAttentionUtils=SimpleNamespace(is_installed=False)))
+    usual: Any = SimpleNamespace(head_dim=128, mla=None)
+    found = [finding for finding in diagnose(CUDA).findings if finding.part == "flash-attn"]
+    assert [finding.level for finding in found] == ([] if layer_spec.attends_packed(usual, CUDA) else [Level.NOTE])
+    pretend(monkeypatch, {"transformer-engine": None, "flash-attn": None})
+    assert "flash-attn" not in {finding.part for finding in diagnose(CUDA).findings}
+
+
+def test_an_installed_flash_attention_is_shown_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, {"transformer-engine": "2.11.0", "flash-attn": "2.8.3"})
+    monkeypatch.setattr(doctor, "load_trouble", lambda module: "")
+    monkeypatch.setattr(doctor, "cuda_device_count", lambda: 1)
+    monkeypatch.setattr(doctor, "_capability", lambda: (8, 9))
+    assert find(diagnose(CUDA), "flash-attn").level is Level.OK
+
+
+def test_this_torch_has_no_device_of_any_capability() -> None:
+    assert doctor._capability() is None
 
 
 def test_a_missing_optional_part_costs_something_but_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,14 @@ from megarl.models.config import Mla
 from megarl.models.known_configs import known_config
 from megarl.placement.cluster import make_cluster
 from megarl.placement.compute import batches, core_share, score_seconds, update_seconds
+from megarl.placement.devices import GIB
 from megarl.placement.generation import rollout_seconds, step_model
 from megarl.placement.lengths import counted, lognormal
 from megarl.placement.links import all_gather_s, all_to_all_s, group_bytes_s
 from megarl.placement.memory import Role, role_bytes, server_bytes
 from megarl.placement.sizes import kv_bytes, model_sizes
 from megarl.placement.space import RECOMPUTE, Layouts, Servers, one_layout
+from megarl.placement.tables import price_rollout
 from megarl.placement.workload import read_model
 from megarl.recipe.roles import Lora
 from tests.placement.samples import LATENT, LLAMA_7B, QWEN_7B, QWEN_30B_A3B, workload
@@ -77,6 +79,22 @@ def test_a_servers_ranks_each_hold_routers_and_compressions_whole() -> None:
     assert weights == pytest.approx(2 * (uncut + (model_sizes(config).total - uncut) / 16))
     assert weights > 1.02 * 2 * model_sizes(config).total / 16
     assert server_bytes(QWEN_7B, servers(8, 4, 0.9), CLUSTER, 2).weights[0] == model_sizes(QWEN_7B).total * 2 / 4
+
+
+def test_a_sleeping_server_keeps_what_it_holds_beside_weights_and_cache() -> None:
+    """By hand, in GiB: metadata, 256 decode graphs, 58 of prompts, logits, a layer of a prompt, context; more for each rank."""
+    by_hand = 0.5 + 256 * 2 / 1024 + 58 * 8 / 1024 + 256 * 152064 * 4 / GIB + 0.6 + 0.5
+    kept = {}
+    for tp in (1, 4, 8):
+        choice = servers(8, tp, 0.75)
+        table = price_rollout(choice, np.array([True]), workload(QWEN_7B), CLUSTER)
+        kept[tp] = table.separate.rest[0] / GIB
+        held = server_bytes(QWEN_7B, choice, CLUSTER, 2)
+        assert held.other[0] > table.separate.rest[0], "it holds no less awake"
+        assert held.total[0] == pytest.approx(0.75 * CLUSTER.device.memory_bytes)
+        assert table.separate.rest[0] + table.separate.extra[0] == pytest.approx(held.total[0])
+    assert kept[1] == pytest.approx(by_hand + 1 / 8, rel=0.05)
+    assert (kept[4] - kept[1], kept[8] - kept[1]) == pytest.approx((3 / 8, 7 / 8))
 
 
 def test_rings_use_every_network_device_of_their_ranks() -> None:

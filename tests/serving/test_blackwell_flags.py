@@ -40,6 +40,7 @@ def answers(folder: Path) -> dict[str, Any]:
         own = spec(extra=ATTENTION).words(CUDA, "127.0.0.1", 30000)
         words |= {f"{architecture} told": own, f"{architecture} untold": without(own) if RUNNER in own else own}
         words[f"{architecture} fp8"] = spec(quantized=True, extra=ATTENTION).words(CUDA, "127.0.0.1", 30000)
+        words[f"{architecture} deterministic"] = spec(deterministic=True).words(CUDA, "127.0.0.1", 30000)
         words[f"{architecture} routing"] = spec(extra=(ROUTING, *ATTENTION)).words(CUDA, "127.0.0.1", 30000)
     return settled("B200", words)
 
@@ -60,7 +61,7 @@ def runners(found: dict[str, Any], form: str) -> dict[str, str]:
 @pytest.mark.slow
 def test_experts_lie_as_they_are_sent(found: dict[str, Any]) -> None:
     assert {name: each["problem"] for name, each in found.items() if each["problem"] is not None} == {}
-    assert len(found) == 4 * sum(family.moe is not None for family in FAMILIES.values())
+    assert len(found) == 5 * sum(family.moe is not None for family in FAMILIES.values())
     untold, told = runners(found, " untold"), runners(found, " told")
     assert {name for name, runner in untold.items() if runner.startswith("flashinfer")} == {*LAID_OUT_ANEW}
     assert {name: runner for name, runner in told.items() if runner not in ("auto", "triton")} == {}
@@ -70,3 +71,9 @@ def test_experts_lie_as_they_are_sent(found: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_server_that_is_to_tell_its_choice_of_experts_makes_it_where_it_is_kept(found: dict[str, Any]) -> None:
     assert set(runners(found, " routing").values()) == {"triton"}
+
+
+@pytest.mark.slow
+def test_deterministic_servers_have_an_attention_that_keeps_prefixes(found: dict[str, Any]) -> None:
+    ones = [each["settled"] for name, each in found.items() if name.endswith(" deterministic")]
+    assert {(each["attention_backend"], each["disable_radix_cache"]) for each in ones} == {("triton", False)}

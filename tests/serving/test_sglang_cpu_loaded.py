@@ -13,8 +13,9 @@ import pytest
 from megarl.core.platform import get_platform
 
 # In processes of their own: SGLang's modules stay where they were imported.
-MODULES = [f"tests.serving.sglang_{name}" for name in ("norms", "linears", "names", "penalties", "scales", "sampler")]
-NORMS, LINEARS, NAMES, PENALTIES, SCALES, SAMPLER = MODULES
+OF_SERVERS = ("norms", "linears", "names", "penalties", "scales", "sampler", "attention", "ranks", "kv_scales")
+MODULES = [f"tests.serving.sglang_{name}" for name in OF_SERVERS]
+NORMS, LINEARS, NAMES, PENALTIES, SCALES, SAMPLER, ATTENTION, RANKS, KV_SCALES = MODULES
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,10 @@ def test_a_repetition_penalty_is_computed_at_once(found: dict[str, Any]) -> None
     assert found[PENALTIES] == ""
 
 
+def test_a_deterministic_server_on_blackwell_is_told_its_attention(found: dict[str, Any]) -> None:
+    assert found[ATTENTION] == ""
+
+
 def test_a_server_that_waits_for_fp8_on_blackwell_leaves_its_scales_as_they_come(found: dict[str, Any]) -> None:
     assert found[SCALES] == ""
 
@@ -69,3 +74,15 @@ def test_a_server_that_waits_for_fp8_on_blackwell_leaves_its_scales_as_they_come
 def test_a_seeded_token_does_not_depend_on_what_others_of_the_batch_ask_for(found: dict[str, Any]) -> None:
     """A greedy answer beside it had a sample draw another first token."""
     assert found[SAMPLER] == ""
+
+
+def test_where_requests_of_a_batch_differ_those_that_filter_nothing_can_be_drawn_in_the_same_way(
+    found: dict[str, Any],
+) -> None:
+    """On CUDA, where the sampler is SGLang's own."""
+    assert found[RANKS] == ""
+
+
+def test_scales_of_the_cache_that_nobody_sends_are_none(found: dict[str, Any]) -> None:
+    """A server that has slept has some in memory that was not written."""
+    assert found[KV_SCALES] == ""

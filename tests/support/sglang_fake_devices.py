@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from megarl.serving import sglang_cpu
+from megarl.serving.launcher import attention_flags
 
 ENGINE = "sglang.srt.entrypoints.engine"
 GIB = 2**30
@@ -67,7 +68,7 @@ def settle(words: list[str]) -> dict[str, Any]:
 
     try:
         with patch.dict("os.environ"):  # some settings end in variables, for the server's own processes
-            settings = prepare_server_args(words)
+            settings = prepare_server_args([*words, *attention_flags(words)])
             settings.resolve_once()
             settings.check_server_args()
             importlib.import_module(ENGINE)._set_envs_and_config(settings)
