@@ -26,10 +26,11 @@ from megarl.models.config import ModelConfig
 from megarl.models.hf_gather import Gatherer, export_buckets
 from megarl.models.hf_save import FULL
 from megarl.models.hf_weights import Value, layer_spec
-from megarl.models.lora_settings import LoraSettings
+from megarl.models.lora_settings import LoraSettings, linear_of, target_of
 from megarl.models.rules import LayerSpec, Rule, Source, rules
 
 BUCKET_BYTES = 2**26
+LAYERS = "decoder.layers."
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -133,38 +134,42 @@ def peft_config(config: ModelConfig, settings: LoraSettings, base_model: str) ->
 
 
 def _target_modules(config: ModelConfig, settings: LoraSettings) -> list[str]:
-    """What PEFT shall match the ends of module names with: no more than a last part, where that does not hit experts."""
-    paths = {
-        source.name.removesuffix(".weight").split(".", maxsplit=3)[3]  # behind model.layers.N
-        for rule in adapted_rules(config, settings, "torch")
-        for source in rule.sources
-    }
-    if config.moe is None:
-        return sorted({path.rpartition(".")[2] for path in paths})
-    return sorted(path if path.startswith("mlp.") else path.rpartition(".")[2] for path in paths)
+    """What PEFT shall match the ends of module names with: no more than a last part, where that hits no other linear."""
+    found = dict[bool, set[str]]({True: set(), False: set()})
+    for rule in rules(config, "torch"):
+        linear = linear_of(rule)
+        if LAYERS in linear:
+            paths = {_behind_layer(source) for source in rule.sources}
+            found[target_of(linear) in settings.targets] |= paths
+    others = {path.rpartition(".")[2] for path in found[False]}
+    lasts = {path: path.rpartition(".")[2] for path in found[True]}
+    return sorted({path if last in others else last for path, last in lasts.items()})
+
+
+def _behind_layer(source: Source) -> str:
+    """HF's name of the linear within its layer: what is behind `model.layers.N.`"""
+    return source.name.removesuffix(".weight").split(".", maxsplit=3)[3]
 
 
 def adapted_rules(config: ModelConfig, settings: LoraSettings, spec: LayerSpec) -> Iterator[Rule]:
     """The rules of the weights that have adapters."""
-    for rule in rules(config, spec):
-        linear, _, kind = rule.megatron.rpartition(".")
-        if kind == "weight" and linear.rpartition(".")[2] in settings.targets and rule.expert is None:
-            yield rule
+    return (rule for rule in rules(config, spec) if target_of(linear_of(rule)) in settings.targets)
 
 
 def factor_rules(weight: Rule, rank: int) -> tuple[Rule, Rule]:
     """The rules of A and B: A has the columns of the weight, and B its rows, in the same order and cut the same way."""
-    first, linear = weight.sources[0], weight.megatron.removesuffix(".weight")
+    first, (linear, _, kind) = weight.sources[0], weight.megatron.rpartition(".")
+    each = kind.removeprefix("weight")  # the expert's number, where one linear is of all
     lora_a = replace(
         weight,
-        megatron=f"{linear}.lora_a",
+        megatron=f"{linear}.lora_a{each}",
         sources=(Source(_peft_name(first.name, "lora_A"), (rank, first.shape[1])),),
         cut="columns" if weight.cut == "columns" else "whole",
         rounds=1,
     )
     lora_b = replace(
         weight,
-        megatron=f"{linear}.lora_b",
+        megatron=f"{linear}.lora_b{each}",
         sources=tuple(
             replace(each, name=_peft_name(each.name, "lora_B"), shape=(each.shape[0], rank)) for each in weight.sources
         ),
