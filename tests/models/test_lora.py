@@ -161,7 +161,8 @@ def test_adapters_are_those_of_a_lora_by_hand(model: str, alone: dict[str, Resul
 def _fused(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     """HF's linears that share an A in Megatron: the gradients of their copies add up."""
     delta = tuple(f"in_proj_{name}" for name in ("qkv", "z", "b", "a"))
-    for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), delta, ("in_proj_qkvz", "in_proj_ba")):
+    gates = ("gate_proj", "up_proj"), ("w1", "w3")
+    for names in (("q_proj", "k_proj", "v_proj"), *gates, delta, ("in_proj_qkvz", "in_proj_ba")):
         for first in [name for name in gradients if f".{names[0]}.lora_A" in name]:
             copies = [first.replace(names[0], name) for name in names]
             total = torch.stack([gradients[copy] for copy in copies]).sum(0)
