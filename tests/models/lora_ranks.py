@@ -144,8 +144,9 @@ def fill_b(chunks: Sequence[Any], folder: Path, groups: Any, settings: LoraSetti
         _, rule = factor_rules(weight, settings.rank)
         if rule.megatron in held:
             tensors = [_random(source.name, source.stored) for source in rule.sources]
-            cut = rule.cut != "whole"
-            part = merge(rule, tensors, groups.place.tp, groups.layout.tp) if cut else merge(rule, tensors)
+            dense, routed = (groups.place.tp, groups.layout.tp), (groups.place.etp, groups.layout.etp)
+            mine = (0, 1) if rule.cut == "whole" else dense if rule.expert is None else routed
+            part = merge(rule, tensors, *mine)
             held[rule.megatron].data.copy_(part)
 
 
