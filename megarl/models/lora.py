@@ -70,10 +70,10 @@ def adapters_off(chunks: Sequence[Module]) -> Iterator[None]:
 def merged(chunks: Sequence[Module]) -> Callable[[str, Tensor], Tensor]:
     """For `Gatherer(..., value=)`: adapted weights with their adapters in them, everything else as it is."""
     adapted = {
-        weight: (linear.adapter, *factors)
+        weight: (linear.adapter, lora_a, lora_b)
         for chunk in chunks
         for name, linear in _adapted(chunk)
-        for weight, _, *factors in linear.weights(name)
+        for weight, lora_a, lora_b in linear.factors(name)
     }
 
     def value(name: str, tensor: Tensor) -> Tensor:
@@ -100,7 +100,8 @@ def _adapt(linear: Any, name: str, settings: LoraSettings, groups: ProcessGroupC
     is_gated = bool(linear.config.gated_linear_unit) and name.endswith("linear_fc1")
     adapter = Adapter(settings.scale, cut, group, is_sequence_parallel, is_gated, routed)
     weights = [("", name, linear.weight)] if hasattr(linear, "weight") else list(_of_experts(linear, name, groups))
-    linear.__class__ = _adapted_class(type(linear))
+    kind: type[Module] = type(linear)
+    linear.__class__ = _adapted_class(kind)  # type: ignore[arg-type]
     linear.adapter = adapter
     for ending, whole_name, weight in weights:
         for factor, parameter in _new_factors(weight, whole_name, adapter, settings.rank, seed):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,8 +107,8 @@ class Adapted(Module):
 
     adapter: Adapter
 
-    def weights(self, name: str) -> Iterator[tuple[str, Tensor, Parameter, Parameter]]:
-        """Each weight's global name, itself, and its A and B. name: the linear's own, global."""
+    def factors(self, name: str) -> Iterator[tuple[str, Parameter, Parameter]]:
+        """The global name of each weight, and its A and B. name: the linear's own, global."""
         raise NotImplementedError
 
 
@@ -129,9 +129,9 @@ class LowRank(Adapted):
             return output, bias
         return output + self.adapter.delta(seen[0] if seen else input_, self.lora_a, self.lora_b), bias
 
-    def weights(self, name: str) -> Iterator[tuple[str, Tensor, Parameter, Parameter]]:
-        """The one that it has."""
-        yield f"{name}.weight", cast(Tensor, self.weight), self.lora_a, self.lora_b
+    def factors(self, name: str) -> Iterator[tuple[str, Parameter, Parameter]]:
+        """Of the one weight that it has."""
+        yield f"{name}.weight", self.lora_a, self.lora_b
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -153,13 +153,13 @@ class GroupedLowRank(Adapted):
         output, bias = super().forward(input_, tokens_each)
         if not self.adapter.is_on:
             return output, bias
-        pieces = zip(input_.split(tokens_each), self._factors(), strict=True)
-        return output + torch.cat([self.adapter.delta(seen, *factors) for seen, factors in pieces]), bias
+        pieces = enumerate(input_.split(tokens_each))
+        return output + torch.cat([self.adapter.delta(seen, *self._of(each)) for each, seen in pieces]), bias
 
-    def weights(self, name: str) -> Iterator[tuple[str, Tensor, Parameter, Parameter]]:
-        """One for each expert, by its number in the whole model."""
-        for each, factors in enumerate(self._factors()):
-            yield f"{name}.weight{self._first + each}", getattr(self, f"weight{each}"), *factors
+    def factors(self, name: str) -> Iterator[tuple[str, Parameter, Parameter]]:
+        """Of each expert's weight, by the expert's number in the whole model."""
+        for each in range(self.num_gemms):
+            yield f"{name}.weight{self._first + each}", *self._of(each)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -168,9 +168,9 @@ class GroupedLowRank(Adapted):
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         groups = self._pg_collection
         count, axis = dist.get_world_size(groups.ep) * self.num_gemms, len(sharded_offsets)
-        for each, (lora_a, lora_b) in enumerate(self._factors()):
+        for each in range(self.num_gemms):
             offsets = (*sharded_offsets, (axis, self._first + each, count))
-            factors = {LORA_A: lora_a, LORA_B: lora_b}
+            factors = dict(zip((LORA_A, LORA_B), self._of(each), strict=True))
             for name, entry in self.adapter.sharded(factors, prefix, offsets, metadata or {}).items():
                 # As Megatron has it of the weights: the copies of an expert are counted among those who hold it.
                 entry.replica_id = (*entry.replica_id[:2], dist.get_rank(groups.expt_dp))
@@ -182,6 +182,5 @@ class GroupedLowRank(Adapted):
         """The number of this rank's first expert in the whole model."""
         return dist.get_rank(self._pg_collection.ep) * self.num_gemms
 
-    def _factors(self) -> Iterator[tuple[Parameter, Parameter]]:
-        for each in range(self.num_gemms):
-            yield getattr(self, f"{LORA_A}{each}"), getattr(self, f"{LORA_B}{each}")
+    def _of(self, each: int) -> tuple[Parameter, Parameter]:
+        return getattr(self, f"{LORA_A}{each}"), getattr(self, f"{LORA_B}{each}")

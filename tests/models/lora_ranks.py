@@ -50,7 +50,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # With a small epsilon the gated norm would blow up the rounding of whatever is near zero before it.
     "linear": ("qwen3_5", {"vocab_size": VOCAB, "rms_norm_eps": 1e-4}),
     "linear in two": ("qwen3_next", {"vocab_size": VOCAB, "rms_norm_eps": 1e-4, "num_experts": 4}),
-    "granite": ("granitemoe", {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_local_experts": 4}),
+    "granite": (
+        "granitemoe",
+        {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_local_experts": 4, "logits_scaling": 1.0},
+    ),
     "oss": ("gpt_oss", {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_local_experts": 4}),
 }
 # Whose checkpoint a case loads, after the other has written it.
