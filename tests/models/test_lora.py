@@ -309,6 +309,23 @@ def test_peft_settings_leave_routed_experts_out(root: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("model", "targets", "modules"),
+    [
+        # A last part alone where no other linear has it.
+        ("minimax", ("linear_proj", *EXPERTS), ["o_proj", "w1", "w2", "w3"]),
+        ("deepseek", ("linear_fc1", "linear_fc2", *EXPERTS), ["down_proj", "gate_proj", "up_proj"]),
+        ("deepseek", EXPERTS[1:], [f"mlp.experts.{expert}.down_proj" for expert in range(8)]),
+        ("oss", EXPERTS, []),
+    ],
+)
+def test_peft_settings_name_routed_experts(model: str, targets: Any, modules: list[str], root: Path) -> None:
+    written = peft_config(load_model_config(root / model), LoraSettings(4, 6, targets), "tiny")
+    assert written["target_modules"] == modules
+    stacked = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"] if model == "oss" else None
+    assert written.get("target_parameters") == stacked
+
+
 def test_peft_looks_for_no_copy_of_a_head_that_scores(root: Path) -> None:
     config = load_model_config(root / "qwen3")
     assert peft_config(config, SETTINGS, "tiny")["task_type"] == "CAUSAL_LM"
