@@ -389,6 +389,52 @@ def test_a_norm_inside_of_a_linear_comes_before_the_adapter(returns_bias: bool, 
     assert (off[1] is None) == (bias is None)
 
 
+class GroupedLinear(torch.nn.Module):
+    """Behaves as Transformer Engine's linear of all of a rank's experts does, under Megatron's wrapper."""
+
+    num_gemms = 3
+
+    def __init__(self, collection: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(sequence_parallel=True, gated_linear_unit=True)
+        self._pg_collection = collection
+        for each in range(self.num_gemms):
+            self.register_parameter(f"weight{each}", torch.nn.Parameter(torch.randn(6, 4)))
+
+    def forward(self, inputs: Tensor, tokens_each: list[int]) -> Any:
+        pieces = enumerate(inputs.split(tokens_each))
+        return torch.cat([piece @ getattr(self, f"weight{each}").T for each, piece in pieces]), None
+
+
+GroupedLinear.__module__ = "megatron.core.extensions.transformer_engine"
+
+
+def test_each_expert_of_a_grouped_linear_has_adapters_of_its_own(groups: Groups) -> None:
+    torch.manual_seed(3)
+    chunk, name = torch.nn.Module(), "decoder.layers.0.mlp.experts.linear_fc1"
+    linear: Any = GroupedLinear(groups.collection)
+    holder: Any = chunk
+    for part in ("decoder", "layers", "0", "mlp", "experts"):
+        holder.add_module(part, torch.nn.Module())
+        holder = holder.get_submodule(part)
+    holder.linear_fc1, chunk.get_submodule("decoder.layers.0").layer_number = linear, 1
+    inputs, tokens = torch.randn(5, 4), [2, 0, 3]
+    base, _ = linear(inputs, tokens)
+    add_adapters([chunk], LoraSettings(2, 6, EXPERTS[:1]), groups.collection, SEED)
+    assert torch.equal(linear.lora_a1, initial_a(2, 4, SEED, "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1"))
+    pairs = [(getattr(linear, f"lora_a{each}"), getattr(linear, f"lora_b{each}")) for each in range(3)]
+    for _, lora_b in pairs:
+        lora_b.data.normal_()
+    added = [3 * piece @ a.T @ b.T for piece, (a, b) in zip(inputs.split(tokens), pairs, strict=True)]
+    torch.testing.assert_close(linear(inputs, tokens)[0], base + torch.cat(added))
+    with adapters_off([chunk]):
+        assert torch.equal(linear(inputs, tokens)[0], base)
+    value = merged([chunk])
+    for each, (a, b) in enumerate(pairs):
+        weight = getattr(linear, f"weight{each}")
+        torch.testing.assert_close(value(f"{name}.weight{each}", weight), weight + 3 * b @ a)
+
+
 def test_only_targets_are_adapted(root: Path, groups: Groups) -> None:
     settings = LoraSettings(2, 8, ("linear_proj",))
     with groups.active():
