@@ -50,7 +50,7 @@ class Adapter:
         Weight cut by rows (column parallel): A's output is whole, and the ranks' B give it gradients that are summed.
         Cut by columns (row parallel): A's output is a part of a sum; B then does the same on every rank. Under sequence
         parallel a rank does the factor that is not cut for its own tokens only, and its gradient is a part of a sum
-        too: see `lora.add_adapters`.
+        too: see `lora._new_factors`.
         """
         if self.is_routed:
             return self._delta_of_expert(seen, lora_a, lora_b)
