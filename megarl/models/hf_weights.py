@@ -30,7 +30,8 @@ Value = Callable[[str, Tensor], Tensor]
 HEAD_NAME = "output_layer.weight"
 BUFFERS = ("mlp.router.expert_bias",)
 LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers\.)\d+")
-EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
+# Of experts one by one; and of all in one linear, of weights or of LoRA's factors.
+EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.(?:weight|lora_[ab]))\d+$")
 
 
 def layer_spec(chunks: Sequence[Module]) -> LayerSpec:

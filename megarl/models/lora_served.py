@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarl.core.errors import UserError
 from megarl.models.config import ModelConfig
-from megarl.models.lora_settings import LoraSettings
+from megarl.models.lora_settings import LoraSettings, linear_of, target_of
 from megarl.models.rules import rules
 
 # The adapters that servers have at a time: each version comes under this name, in the place of the one before.
@@ -49,7 +49,7 @@ def served_lora(config: ModelConfig, settings: LoraSettings) -> ServedLora:
     modules = {
         source.name.removesuffix(".weight").rpartition(".")[2]
         for rule in rules(config, "torch")
-        if rule.expert is None and rule.megatron.removesuffix(".weight").rpartition(".")[2] in settings.targets
+        if target_of(linear_of(rule)) in settings.targets
         for source in rule.sources
         if source.name.endswith(".weight")
     }

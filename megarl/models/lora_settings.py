@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarl.core.errors import UserError
 from megarl.models.config import ModelConfig
-from megarl.models.rules import rules
+from megarl.models.rules import Rule, rules
 
 TARGETS = (
     "linear_qkv",
@@ -21,12 +21,16 @@ TARGETS = (
     "linear_kv_up_proj",
     # Gated DeltaNet has this one.
     "linear_in",
+    # Of every routed expert.
+    "experts.linear_fc1",
+    "experts.linear_fc2",
 )
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Which linears get adapters, and how large. linear_fc1 and linear_fc2 are those of dense layers and shared experts.
+    """Which linears get adapters, and how large. linear_fc1 and linear_fc2 are those of dense layers and shared experts;
+    of routed experts each has adapters of its own.
 
     rank: width of A's output. alpha: the adapters' output is multiplied by alpha / rank. targets: names in TARGETS.
     Raises UserError for what cannot be.
@@ -42,7 +46,9 @@ class LoraSettings:
         unknown = [target for target in self.targets if target not in TARGETS]
         if unknown or not self.targets:
             given = f"{', '.join(unknown)} cannot have LoRA adapters" if unknown else "LoRA needs targets"
-            raise UserError(f"{given}: choose among {', '.join(TARGETS)}, or set all. Routed experts have no adapters.")
+            raise UserError(
+                f"{given}: choose among {', '.join(TARGETS)}, or set all, which is those of the model but routed experts'."
+            )
 
     @property
     def scale(self) -> float:
@@ -50,11 +56,30 @@ class LoraSettings:
         return self.alpha / self.rank
 
 
+def is_routed(name: str) -> bool:
+    """Whether a module, a parameter or a rule, by its Megatron name, is of routed experts."""
+    return ".mlp.experts." in name
+
+
+def target_of(linear: str) -> str:
+    """The target that a linear is, by its Megatron name, if it is one at all."""
+    last = linear.rpartition(".")[2]
+    return f"experts.{last}" if is_routed(linear) else last
+
+
+def linear_of(weight: Rule) -> str:
+    """The Megatron name of the linear that a rule's weight belongs to; empty where the rule is of something else."""
+    linear, _, kind = weight.megatron.rpartition(".")
+    each = "" if weight.expert is None else str(weight.expert)  # Transformer Engine has all experts in one linear
+    return linear if kind in ("weight", f"weight{each}") else ""
+
+
 def adaptable(config: ModelConfig) -> list[str]:
-    """Those of TARGETS that a model has, outside of its routed experts."""
-    linears = {
-        rule.megatron.removesuffix(".weight").rpartition(".")[2]
-        for rule in rules(config, "torch")
-        if rule.expert is None
-    }
+    """Those of TARGETS that a model has."""
+    linears = {target_of(linear_of(rule)) for rule in rules(config, "torch")}
     return [target for target in TARGETS if target in linears]
+
+
+def all_linears(config: ModelConfig) -> list[str]:
+    """What `all` stands for: those of TARGETS that a model has outside of its routed experts."""
+    return [target for target in adaptable(config) if not target.startswith("experts.")]

@@ -1,7 +1,8 @@
 """Writes LoRA adapters as the `peft` library and inference servers load them: one file of tensors, one of settings.
 
 HF has several linears where Megatron has one. Each gets its rows of B, as the rules of the weights say, and a copy of A:
-their product is the same. Import after `models.bootstrap`.
+their product is the same. Where HF has one parameter of all experts, PEFT has one A and one B of them (its
+`target_parameters`). Import after `models.bootstrap`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from megarl.models.config import ModelConfig
 from megarl.models.hf_gather import Gatherer, export_buckets
 from megarl.models.hf_save import FULL
 from megarl.models.hf_weights import Value, layer_spec
-from megarl.models.lora_settings import LoraSettings
-from megarl.models.rules import LayerSpec, Rule, Source, rules
+from megarl.models.lora_settings import LoraSettings, linear_of, target_of
+from megarl.models.rules import LayerSpec, Rule, Slot, Source, rules
 
 BUCKET_BYTES = 2**26
+LAYERS = "decoder.layers."
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -106,13 +108,40 @@ def peft_tensors(
     for weight in adapted if found else []:
         first, *others = (_peft_name(source.name, "lora_A") for source in weight.sources)
         # Each its own memory: safetensors refuses to write what is shared.
-        found.update({name: found[first].clone() for name in others})
+        found.update({name: found[first].clone() for name in others if name != first})
+    for weight in adapted if found else []:
+        if weight.expert == 0 and weight.sources[0].slot is not None:
+            _flatten(found, weight, settings)
     return found
+
+
+def _flatten(found: dict[str, Tensor], weight: Rule, settings: LoraSettings) -> None:
+    """Of a weight within a parameter of all experts: bring A and B of that into PEFT's form.
+
+    A [experts, rank, in] becomes [experts x rank, in]; B [out, rank, experts], in which order it is not held,
+    [out, rank x experts]. A module that has two such parameters is wrapped twice, the second around the first.
+    """
+    source = weight.sources[0]
+    assert source.slot is not None, weight.megatron
+    module, _, parameter = source.name.rpartition(".")
+    is_inner = parameter != "weight" and "experts.linear_fc2" in settings.targets
+    is_inner = is_inner and target_of(linear_of(weight)) == "experts.linear_fc1"
+    wrapped = f"{module}.base_layer" if is_inner else module
+    lora_a, lora_b = (found.pop(_peft_name(source.name, factor)) for factor in ("lora_A", "lora_B"))
+    order = (1, 2, 0) if source.slot.as_rows else (2, 1, 0)
+    found[_peft_name(wrapped, "lora_A")] = lora_a.flatten(0, 1)
+    found[_peft_name(wrapped, "lora_B")] = lora_b.permute(order).flatten(1, 2).contiguous()
 
 
 def peft_config(config: ModelConfig, settings: LoraSettings, base_model: str) -> dict[str, Any]:
     """The content of adapter_config.json."""
     whole_alpha = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
+    stacked = {
+        _behind_layer(source)
+        for rule in adapted_rules(config, settings, "torch")
+        for source in rule.sources
+        if source.slot is not None
+    }
     return {
         "peft_type": "LORA",
         # PEFT would look for a trained copy of the head with SEQ_CLS; the base model has it.
@@ -121,7 +150,8 @@ def peft_config(config: ModelConfig, settings: LoraSettings, base_model: str) ->
         "r": settings.rank,
         "lora_alpha": whole_alpha,
         "lora_dropout": 0.0,
-        "target_modules": _target_modules(config, settings),
+        "target_modules": _target_modules(config, settings),  # where it is null PEFT chooses some
+        **({"target_parameters": sorted(stacked)} if stacked else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -133,44 +163,62 @@ def peft_config(config: ModelConfig, settings: LoraSettings, base_model: str) ->
 
 
 def _target_modules(config: ModelConfig, settings: LoraSettings) -> list[str]:
-    """What PEFT shall match the ends of module names with: no more than a last part, where that does not hit experts."""
-    paths = {
-        source.name.removesuffix(".weight").split(".", maxsplit=3)[3]  # behind model.layers.N
-        for rule in adapted_rules(config, settings, "torch")
-        for source in rule.sources
-    }
-    if config.moe is None:
-        return sorted({path.rpartition(".")[2] for path in paths})
-    return sorted(path if path.startswith("mlp.") else path.rpartition(".")[2] for path in paths)
+    """What PEFT shall match the ends of module names with: no more than a last part, where that hits no other linear."""
+    found = dict[bool, set[str]]({True: set(), False: set()})
+    for rule in rules(config, "torch"):
+        linear = linear_of(rule)
+        if LAYERS in linear:
+            paths = {_behind_layer(source).removesuffix(".weight") for source in rule.sources if source.slot is None}
+            found[target_of(linear) in settings.targets] |= paths
+    others = {path.rpartition(".")[2] for path in found[False]}
+    lasts = {path: path.rpartition(".")[2] for path in found[True]}
+    return sorted({path if last in others else last for path, last in lasts.items()})
+
+
+def _behind_layer(source: Source) -> str:
+    """HF's name of the tensor within its layer: what is behind `model.layers.N.`"""
+    return source.name.split(".", maxsplit=3)[3]
 
 
 def adapted_rules(config: ModelConfig, settings: LoraSettings, spec: LayerSpec) -> Iterator[Rule]:
     """The rules of the weights that have adapters."""
-    for rule in rules(config, spec):
-        linear, _, kind = rule.megatron.rpartition(".")
-        if kind == "weight" and linear.rpartition(".")[2] in settings.targets and rule.expert is None:
-            yield rule
+    return (rule for rule in rules(config, spec) if target_of(linear_of(rule)) in settings.targets)
 
 
 def factor_rules(weight: Rule, rank: int) -> tuple[Rule, Rule]:
     """The rules of A and B: A has the columns of the weight, and B its rows, in the same order and cut the same way."""
-    first, linear = weight.sources[0], weight.megatron.removesuffix(".weight")
+    first, (linear, _, kind) = weight.sources[0], weight.megatron.rpartition(".")
+    each = kind.removeprefix("weight")  # the expert's number, where one linear is of all
     lora_a = replace(
         weight,
-        megatron=f"{linear}.lora_a",
-        sources=(Source(_peft_name(first.name, "lora_A"), (rank, first.shape[1])),),
+        megatron=f"{linear}.lora_a{each}",
+        sources=(_source_of_a(first, rank),),
         cut="columns" if weight.cut == "columns" else "whole",
         rounds=1,
     )
     lora_b = replace(
         weight,
-        megatron=f"{linear}.lora_b",
-        sources=tuple(
-            replace(each, name=_peft_name(each.name, "lora_B"), shape=(each.shape[0], rank)) for each in weight.sources
-        ),
+        megatron=f"{linear}.lora_b{each}",
+        sources=tuple(_source_of_b(source, rank) for source in weight.sources),
         cut="rows" if weight.cut == "rows" else "whole",
     )
     return lora_a, lora_b
+
+
+def _source_of_a(weight: Source, rank: int) -> Source:
+    """A of all experts is [experts, rank, in], however their weights lie."""
+    shape, slot = (rank, weight.shape[1]), weight.slot
+    stacked = None if slot is None else Slot((slot.shape[0], *shape), slot.expert, 0, as_rows=True)
+    return Source(_peft_name(weight.name, "lora_A"), shape, slot=stacked)
+
+
+def _source_of_b(weight: Source, rank: int) -> Source:
+    """B of all experts lies as their weights do, `rank` in the place of what goes in."""
+    name, slot = _peft_name(weight.name, "lora_B"), weight.slot
+    if slot is not None:
+        experts, rows, columns = slot.shape
+        slot = replace(slot, shape=(experts, rows, rank) if slot.as_rows else (experts, rank, columns))
+    return replace(weight, name=name, shape=(weight.shape[0], rank), slot=slot)
 
 
 def _peft_name(weight: str, factor: str) -> str:

@@ -124,11 +124,15 @@ class Counting:
         assert moe is not None
         # The ranks that share an expert's columns each have the rows of all of them.
         clamped = self.config.activation == "swiglu_clamped"  # the gate's input once more, and its sigmoid
-        full, rows = self.lora is None, moe.top_k * self.hidden * self.choice.etp
+        rows = moe.top_k * self.hidden * self.choice.etp
+        reads_rows, reads_inner = self.reads("experts.linear_fc1"), self.reads("experts.linear_fc2")
         width = rows * moe.ffn_hidden_size / self.config.hidden_size / self.choice.etp
         shared = moe.shared_ffn_hidden_size / self.choice.tp * self.tokens * self.each
-        steps = 2 + full if self.fused else 5 + full + 2 * clamped
-        kept = self.norm(self.config.hidden_size, output=True) + full * rows + steps * width
+        steps = (2 if self.fused else 5 + 2 * clamped) + reads_inner
+        kept = self.norm(self.config.hidden_size, output=True) + reads_rows * rows + steps * width
+        kept = kept + rows / self.config.hidden_size * (
+            self._rank("experts.linear_fc1") + self._rank("experts.linear_fc2")
+        )
         kept = kept + self._router(moe) + self._gated(shared)
         if moe.shared_gate:  # what is gated, and the gate
             kept = kept + self.hidden + self.tokens * self.each / self.between
@@ -151,8 +155,11 @@ class Counting:
 
     def _inner(self, linear: str) -> Any:
         """Kept between an adapter's two factors."""
-        rank = self.lora.rank if self.lora is not None and linear in self.lora.targets else 0
-        return self.tokens * rank * self.each
+        return self.tokens * self._rank(linear) * self.each
+
+    def _rank(self, linear: str) -> int:
+        """Of a linear's adapter; 0 where it has none."""
+        return self.lora.rank if self.lora is not None and linear in self.lora.targets else 0
 
     @property
     def _gathered(self) -> Any:

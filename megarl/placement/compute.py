@@ -17,7 +17,7 @@ from megarl.models.config import ModelConfig
 from megarl.placement.cluster import Cluster
 from megarl.placement.layers import BACKWARD, GRADIENT_BYTES, Parts, micro_batch
 from megarl.placement.links import all_gather_s
-from megarl.placement.sizes import adapter_sizes, model_sizes
+from megarl.placement.sizes import adapter_sizes, model_sizes, routed_adapter_sizes
 from megarl.placement.space import Layouts
 from megarl.placement.stages import Stage, stages
 from megarl.placement.workload import Workload
@@ -171,9 +171,9 @@ def _step_seconds(
     dense, routed = fullest.parameters(sizes)
     others, routed = dense / choice.tp, routed / (choice.ep * choice.etp)
     if lora is not None:
-        # Routed experts have none.
         each = [adapter_sizes(config, lora, choice.tp, kind.layers, kind.moe_layers) for kind in kinds]
-        others, routed = np.max(each, axis=0), np.zeros(len(choice))
+        of_experts = [routed_adapter_sizes(config, lora, choice.ep, choice.etp, kind.moe_layers) for kind in kinds]
+        others, routed = np.max(each, axis=0), np.max(of_experts, axis=0) + np.zeros(len(choice))
     # Gradients are scattered, and then weights gathered where each rank has updated its share, gradients where it has not.
     moved = GRADIENT_BYTES + (workload.bytes_each if sharded else GRADIENT_BYTES)
     gradients, state = np.zeros(len(choice)), np.zeros(len(choice))

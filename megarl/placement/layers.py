@@ -25,7 +25,7 @@ from megarl.placement.roofline import (
     mlp_products,
     training_roof,
 )
-from megarl.placement.sizes import adapter_sizes, linear_share, model_sizes
+from megarl.placement.sizes import adapter_sizes, linear_share, model_sizes, routed_adapter_sizes
 from megarl.placement.space import Layouts
 from megarl.placement.stages import Stage, stages
 from megarl.placement.workload import Workload
@@ -154,7 +154,8 @@ def _summed_gradients(
     each = (workload.bytes_each + 2 * GRADIENT_BYTES) / roof.bytes_s
     if lora is not None:
         dense, expert = (adapter_sizes(config, lora, choice.tp, 1, moe) * each for moe in (0, 1))
-        return _Added(dense, expert, 0.0)
+        routed = routed_adapter_sizes(config, lora, choice.ep, choice.etp, 1) * each
+        return _Added(dense, expert + routed, 0.0)
     return _Added(
         dense=(sizes.attention + sizes.dense_mlp) / choice.tp * each,
         expert=((sizes.attention + sizes.shared) / choice.tp + sizes.routed / (choice.ep * choice.etp)) * each,

@@ -18,7 +18,7 @@ from megarl.placement.activations import Counting
 from megarl.placement.cluster import Cluster
 from megarl.placement.devices import Kernels
 from megarl.placement.layers import GRADIENT_BYTES
-from megarl.placement.sizes import Sizes, adapter_sizes, kv_bytes, model_sizes, whole_parameters
+from megarl.placement.sizes import Sizes, adapter_sizes, kv_bytes, model_sizes, routed_adapter_sizes, whole_parameters
 from megarl.placement.space import FULL, Layouts, Servers
 from megarl.placement.stages import Stage, stages
 from megarl.placement.states import StatePool, slots_in, state_bytes
@@ -129,8 +129,9 @@ def _stage_bytes(counting: Counting, stage: Stage, role: Role) -> RoleBytes:
     if not role.trained:
         return RoleBytes(weights, zero, zero, *_passing(counting, stage, role))
     if role.lora is not None:
-        dense, routed = adapter_sizes(counting.config, role.lora, choice.tp, stage.layers, stage.moe_layers), zero
-        weights = weights + dense * counting.each
+        dense = adapter_sizes(counting.config, role.lora, choice.tp, stage.layers, stage.moe_layers)
+        routed = routed_adapter_sizes(counting.config, role.lora, choice.ep, choice.etp, stage.moe_layers) + zero
+        weights = weights + (dense + routed) * counting.each
     master = MASTER_BYTES * (counting.each < MASTER_BYTES) + MOMENT_BYTES
     activations, logits = _training(counting, stage, role, sizes)
     if role.passes:

@@ -74,11 +74,20 @@ def whole_parameters(config: ModelConfig, layers: Any, moe_layers: Any, *, fused
     return routers + latents
 
 
-def adapter_sizes(config: ModelConfig, lora: Lora, tp: Any, layers: Any, moe_layers: Any) -> Any:
-    """[N] parameters of LoRA's adapters on one rank of so many layers, those with experts among them (models/lora.py).
+def routed_adapter_sizes(config: ModelConfig, lora: Lora, ep: Any, etp: Any, moe_layers: Any) -> Any:
+    """[N] parameters of LoRA's adapters of routed experts on one rank of so many layers that have some (models/lora.py)."""
+    if config.moe is None:
+        return 0.0 * moe_layers
+    hidden, width = config.hidden_size, config.moe.ffn_hidden_size
+    each = ("experts.linear_fc1" in lora.targets) * (hidden + 2 * width / etp)
+    each = each + ("experts.linear_fc2" in lora.targets) * (width / etp + hidden)
+    return moe_layers * config.moe.num_experts / ep * lora.rank * each
 
-    A linear cut by rows cuts B [out, rank], one cut by columns A [rank, in]; the other factor is whole on every rank. Routed
-    experts have none.
+
+def adapter_sizes(config: ModelConfig, lora: Lora, tp: Any, layers: Any, moe_layers: Any) -> Any:
+    """[N] parameters of LoRA's other adapters on one rank of so many layers, those with experts among them.
+
+    A linear cut by rows cuts B [out, rank], one cut by columns A [rank, in]; the other factor is whole on every rank.
     """
 
     def factors(linear: str, width_in: float, width_out: float, *, rows: bool = True) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from megarl.models.config import ModelConfig
+from megarl.models.lora_settings import linear_of, target_of
 from megarl.models.rules import expected_tensors, rules
 from megarl.placement.cluster import Cluster
 from megarl.placement.links import group_bytes_s
@@ -99,9 +100,8 @@ def adapter_bytes(config: ModelConfig, rank: int, targets: tuple[str, ...], byte
     return sum(
         rank * (source.shape[0] + source.shape[1]) * bytes_each
         for rule in rules(config, "torch")
-        if rule.expert is None and rule.megatron.removesuffix(".weight").rpartition(".")[2] in targets
+        if target_of(linear_of(rule)) in targets
         for source in rule.sources
-        if len(source.shape) == 2
     )
 
 

@@ -91,7 +91,8 @@ class Lora(Section):
     targets: Annotated[tuple[str, ...], BeforeValidator(_all_or_named)] = Field(
         ("linear_qkv", "linear_proj"),
         strict=False,
-        description="linears that get adapters: also linear_fc1, linear_fc2; those of latent attention; linear_in, Gated "
+        description="linears that get adapters: also linear_fc1 (gate_proj and up_proj), linear_fc2 (down_proj); "
+        "experts.linear_fc1, experts.linear_fc2, those of every routed expert; those of latent attention; linear_in, Gated "
         "DeltaNet's; all: every linear of the model's layers but those of routed experts",
     )
 

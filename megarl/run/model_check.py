@@ -11,7 +11,7 @@ from megarl.core.platform import Platform
 from megarl.data.chat import Tokenizer, behind_turn, load_tokenizer, special_ids, turn_end
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import EOS, GENERATION, load_model_config
-from megarl.models.lora_settings import LoraSettings, adaptable
+from megarl.models.lora_settings import LoraSettings, adaptable, all_linears
 from megarl.recipe.load import Loaded
 from megarl.recipe.roles import ALL_LINEARS
 from megarl.recipe.schema import AnyRecipe, Recipe
@@ -45,7 +45,7 @@ def with_linears(loaded: Loaded[R], model: ModelConfig | None = None) -> Loaded[
     if lora is None or lora.targets != ALL_LINEARS:
         return loaded
     model = load_model_config(recipe.model.path) if model is None else model
-    lora = lora.model_copy(update={"targets": tuple(adaptable(model))})
+    lora = lora.model_copy(update={"targets": tuple(all_linears(model))})
     actor = recipe.actor.model_copy(update={"lora": lora})
     return loaded.with_recipe(recipe.model_copy(update={"actor": actor}))
 
@@ -59,8 +59,8 @@ def check_lora(recipe: AnyRecipe, model: ModelConfig) -> None:
     possible = adaptable(model)
     if missing := [target for target in lora.targets if target not in possible]:
         raise UserError(
-            f"actor.lora.targets names {', '.join(missing)}, and {recipe.model.path} has none, or in routed experts alone, which "
-            f"have no adapters. Choose among {', '.join(possible)}."
+            f"actor.lora.targets names {', '.join(missing)}, and {recipe.model.path} has none. "
+            f"Choose among {', '.join(possible)}."
         )
 
 

@@ -78,6 +78,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"seed": 1},  # at 0 a gradient of an adapter is all rounding, of which Adam makes a whole step
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2_moe", "granitemoe")
 # Dense, with experts, with latents: families of one kind of layer differ in modules that these ways do not tell from others.
 KINDS_OF_LAYERS = ("qwen3", "qwen3_moe", "deepseek_v3")
 RECOMPUTED = ("full recompute", "recompute of two layers", "selective recompute")
@@ -199,11 +200,17 @@ def read_in(family: str) -> list[str]:
 def ways(family: str) -> dict[str, dict[str, Any]]:
     """What is tried of a family: latent attention has no linear_qkv, and recomputing layers is for whole kinds of them.
 
-    Where there are adapters behind norms, the linears behind none have some as well.
+    Where there are adapters behind norms, the linears behind none have some as well, and so have routed experts.
     """
     without = "adapters behind norms" if family in LATENT else "adapters"
     tried = [way for way in RUNS if way != without]
-    return {way: RUNS[way] for way in tried if family in KINDS_OF_LAYERS or way not in RECOMPUTED}
+    found = {way: RUNS[way] for way in tried if family in KINDS_OF_LAYERS or way not in RECOMPUTED}
+    if family in WITH_EXPERTS:
+        for way in found.keys() & {"adapters", "adapters behind norms"}:
+            lora = found[way]["lora"]
+            targets = (*lora.targets, "experts.linear_fc1", "experts.linear_fc2")
+            found[way] = {"lora": lora.model_copy(update={"targets": targets})}
+    return found
 
 
 def run_all(root: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from megarl.models.config import ModelConfig
 from megarl.placement.devices import DEVICES
 from megarl.placement.memory import Role, role_bytes
 from megarl.placement.space import one_layout
-from tests.cuda_paths.fake_ranks import FAMILIES, KINDS_OF_LAYERS, TORCHS, cases, read_in, ways
+from tests.cuda_paths.fake_ranks import FAMILIES, KINDS_OF_LAYERS, TORCHS, WITH_EXPERTS, cases, read_in, ways
 from tests.support.large import TORCH_ALONE
 from tests.support.package_source import ROOT, PackageSource
 
@@ -28,10 +28,9 @@ TRANSFORMER_ENGINE = ("transformer-engine", "transformer_engine")
 ATTRIBUTES = {
     "Linear": ("weight", "parallel_mode"),
     "LayerNormLinear": ("weight", "layer_norm_weight", "parallel_mode"),
-    "GroupedLinear": ("weight",),
+    "GroupedLinear": ("weight", "num_gemms"),
 }
 # Other roundings choose other experts for some tokens; in which family they do is up to the CPU.
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2_moe", "granitemoe")
 BFLOAT16_EXPERTS = tuple(f"{family}: bfloat16" for family in WITH_EXPERTS)
 
 

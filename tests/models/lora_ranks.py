@@ -33,6 +33,7 @@ VOCAB = 97  # padded under tensor parallel
 DENSE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 LATENT = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", *DENSE[1:])
 LINEAR = ("linear_in", *DENSE)
+EXPERTS = ("experts.linear_fc1", "experts.linear_fc2")
 SETTINGS = LoraSettings(rank=4, alpha=6, targets=DENSE)
 OPTIMIZER = Optimizer(name="sgd", lr=0.5, weight_decay=0.1, clip_grad=0.05)
 # One key-value head is fewer than the tensor-parallel ranks.
@@ -49,6 +50,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # With a small epsilon the gated norm would blow up the rounding of whatever is near zero before it.
     "linear": ("qwen3_5", {"vocab_size": VOCAB, "rms_norm_eps": 1e-4}),
     "linear in two": ("qwen3_next", {"vocab_size": VOCAB, "rms_norm_eps": 1e-4, "num_experts": 4}),
+    "granite": (
+        "granitemoe",
+        {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_local_experts": 4, "logits_scaling": 1.0},
+    ),
     "oss": ("gpt_oss", {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_local_experts": 4}),
 }
 # Whose checkpoint a case loads, after the other has written it.
@@ -62,10 +67,13 @@ def is_adapter(name: str) -> bool:
 
 def settings_of(model: str) -> LoraSettings:
     """The adapters of a model: on everything that can have some."""
-    # Routed experts have none.
     own = {
-        **{"deepseek": LATENT, "linear": LINEAR, "linear in two": LINEAR},
-        **{"oss": DENSE[:2], "minimax": DENSE[:2]},
+        **{
+            "deepseek": (*LATENT, *EXPERTS),
+            "linear": LINEAR,
+            "linear in two": LINEAR,
+        },  # the latter's experts have none
+        **{"oss": (*DENSE[:2], *EXPERTS), "minimax": (*DENSE[:2], *EXPERTS), "granite": EXPERTS},
     }
     return LoraSettings(rank=4, alpha=6, targets=own[model]) if model in own else SETTINGS
 
@@ -95,6 +103,10 @@ CASES = {
     "in one sp": Case("glm", Layout(tp=2, sequence_parallel=True, world_size=2)),
     "biases sp": Case("oss", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2)),
     "bias behind sp": Case("seed", Layout(tp=2, sequence_parallel=True, world_size=2)),
+    "experts etp": Case("minimax", Layout(tp=2, etp=2, sequence_parallel=True, world_size=2)),
+    "experts etp alone": Case("granite", Layout(etp=2, world_size=2)),
+    "experts dp": Case("minimax", Layout(world_size=2)),
+    "stacked experts ep": Case("granite", Layout(ep=2, world_size=2)),
     "experts, whole norms sp": Case("minimax", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2)),
     "whole norms sp": Case("olmo", Layout(tp=2, sequence_parallel=True, world_size=2)),
     "linear attention sp": Case("linear", Layout(tp=2, sequence_parallel=True, world_size=2)),
@@ -134,9 +146,10 @@ def fill_b(chunks: Sequence[Any], folder: Path, groups: Any, settings: LoraSetti
     for weight in adapted_rules(load_model_config(folder), settings, layer_spec(chunks)):
         _, rule = factor_rules(weight, settings.rank)
         if rule.megatron in held:
-            tensors = [_random(source.name, source.shape) for source in rule.sources]
-            cut = rule.cut != "whole"
-            part = merge(rule, tensors, groups.place.tp, groups.layout.tp) if cut else merge(rule, tensors)
+            tensors = [_random(source.name, source.stored) for source in rule.sources]
+            dense, routed = (groups.place.tp, groups.layout.tp), (groups.place.etp, groups.layout.etp)
+            mine = (0, 1) if rule.cut == "whole" else dense if rule.expert is None else routed
+            part = merge(rule, tensors, *mine)
             held[rule.megatron].data.copy_(part)
 
 

@@ -26,8 +26,11 @@ from megarl.models.lora import adapters_off, add_adapters, initial_a, merged
 from megarl.models.lora_settings import TARGETS, LoraSettings, adaptable
 from megarl.models.peft import peft_config, peft_tensors, save_peft
 from megarl.training.parallel import Groups, close_ranks, join_ranks, make_groups
+from tests.models.lora_by_hand import add_to_experts
 from tests.models.lora_ranks import (
     CASES,
+    EXPERTS,
+    LATENT,
     MODELS,
     OPTIMIZER,
     PLATFORM,
@@ -52,7 +55,8 @@ from tests.support.tolerances import tolerance
 Result = dict[str, Any]
 BOUNDS = tolerance(PLATFORM)
 PREFIX = "base_model.model."
-LINEAR = re.compile(r"_proj(_with_mqa|_qkvz?|_z|_ba?|_a)?\.weight$")
+LINEAR = re.compile(r"^(?!.*\.experts\.).*_proj(_with_mqa|_qkvz?|_z|_ba?|_a)?\.weight$")
+EXPERT = re.compile(r"\.experts\.\d+\.|\.experts\.(gate_up|down)_proj$|\.(in|out)put_linear\.weight$")
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +95,18 @@ def by_hand(
     """Transformers' model with W x + alpha / rank * B A x in every linear that `tensors` names, and the factors."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
     factors = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+    scale = settings.alpha / settings.rank
     for name, lora_a in factors.items():
-        if name.endswith(".lora_A.weight"):
-            path = name.removesuffix(".lora_A.weight")
-            pair = lora_a, factors[f"{path}.lora_B.weight"]
+        path = name.removesuffix(".lora_A.weight").removeprefix(PREFIX)
+        if not name.endswith(".lora_A.weight") or ".experts" in path or path.endswith("put_linear"):
+            continue
+        pair = lora_a, factors[f"{PREFIX}{path}.lora_B.weight"]
 
-            def add(_: Any, inputs: Any, output: Tensor, pair: tuple[Tensor, Tensor] = pair) -> Tensor:
-                return output + settings.alpha / settings.rank * inputs[0] @ pair[0].T @ pair[1].T
+        def add(_: Any, inputs: Any, output: Tensor, pair: tuple[Tensor, Tensor] = pair) -> Tensor:
+            return output + scale * inputs[0] @ pair[0].T @ pair[1].T
 
-            model.get_submodule(path.removeprefix(PREFIX)).register_forward_hook(add)
+        model.get_submodule(path).register_forward_hook(add)
+    add_to_experts(model, {name.removeprefix(PREFIX): factor for name, factor in factors.items()}, scale)
     return model, factors
 
 
@@ -143,7 +150,7 @@ def test_adapters_are_those_of_a_lora_by_hand(model: str, alone: dict[str, Resul
     theirs, factors = by_hand(root / model, load_file(root / "alone" / model / "peft" / "adapter_model.safetensors"))
     logprobs = logprobs_by_hand(theirs)
     assert difference(alone[model]["logprobs"], [column.detach() for column in logprobs]) < BOUNDS.logprob
-    assert difference(alone[model]["logprobs"], alone[model]["off"]) > 0.1
+    assert difference(alone[model]["logprobs"], alone[model]["off"]) > 0.02
     sum(
         (column * torch.tensor(micro.weights)).sum() for column, micro in zip(logprobs, micro_batches()[0], strict=True)
     ).backward()
@@ -154,7 +161,8 @@ def test_adapters_are_those_of_a_lora_by_hand(model: str, alone: dict[str, Resul
 def _fused(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     """HF's linears that share an A in Megatron: the gradients of their copies add up."""
     delta = tuple(f"in_proj_{name}" for name in ("qkv", "z", "b", "a"))
-    for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), delta, ("in_proj_qkvz", "in_proj_ba")):
+    gates = ("gate_proj", "up_proj"), ("w1", "w3")
+    for names in (("q_proj", "k_proj", "v_proj"), *gates, delta, ("in_proj_qkvz", "in_proj_ba")):
         for first in [name for name in gradients if f".{names[0]}.lora_A" in name]:
             copies = [first.replace(names[0], name) for name in names]
             total = torch.stack([gradients[copy] for copy in copies]).sum(0)
@@ -169,11 +177,12 @@ def test_the_merged_export_is_the_adapted_model(model: str, alone: dict[str, Res
         assert difference(alone[model]["logprobs"], logprobs_by_hand(merged)) < BOUNDS.logprob
     before, after = (load_file(root / folder / "model.safetensors") for folder in (model, f"alone/{model}/merged"))
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
-    adapters = load_file(root / "alone" / model / "peft" / "adapter_model.safetensors")
+    targets = settings_of(model).targets
     assert changed == {
-        name.removeprefix(PREFIX).replace(".lora_A", "") for name in adapters if name.endswith(".lora_A.weight")
+        name
+        for name in before
+        if (EXPERT.search(name) and EXPERTS[0] in targets) or (LINEAR.search(name) and "linear_proj" in targets)
     }
-    assert changed == {name for name in before if LINEAR.search(name) and ".experts." not in name}
 
 
 def test_peft_settings_name_the_linears(alone: dict[str, Result], root: Path) -> None:
@@ -239,7 +248,7 @@ def test_a_is_uniform_and_of_its_name_and_seed() -> None:
         ((4, float("nan"), ("linear_qkv",)), "alpha above 0"),
         ((4, 1.0, ()), "needs targets"),
         ((4, 1.0, ("linear_qkv", "q_proj")), "q_proj cannot have LoRA adapters: choose among linear_qkv"),
-        ((4, 1.0, ("experts.linear_fc1",)), "Routed experts have no adapters"),
+        ((4, 1.0, ("experts.linear_qkv",)), "or set all, which is those of the model but routed"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: Any, message: str) -> None:
@@ -289,25 +298,32 @@ def test_what_a_config_says_can_have_adapters_is_what_the_model_has(
         add_adapters(chunks, settings, groups.collection, SEED)
 
 
-def test_routed_experts_are_refused(root: Path, groups: Groups) -> None:
-    folder = write_tiny_model(root / "routed", "qwen3_moe", mlp_only_layers=[], num_hidden_layers=1)
-    with (
-        groups.active(),
-        pytest.raises(
-            UserError, match=r"linear_fc1, linear_fc2 only in its routed experts, .* linear_qkv, linear_proj\."
-        ),
-    ):
-        adapted(Case("routed", Layout()), folder, groups)
-
-
 def test_peft_settings_leave_routed_experts_out(root: Path) -> None:
-    targets = peft_config(load_model_config(root / "deepseek"), settings_of("deepseek"), "tiny")["target_modules"]
+    settings = LoraSettings(4, 6, LATENT)
+    targets = peft_config(load_model_config(root / "deepseek"), settings, "tiny")["target_modules"]
     assert targets == [
         *("kv_a_proj_with_mqa", "kv_b_proj"),
         *("mlp.down_proj", "mlp.gate_proj"),
         *("mlp.shared_experts.down_proj", "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
         *("mlp.up_proj", "o_proj", "q_a_proj", "q_b_proj"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "modules"),
+    [
+        # A last part alone where no other linear has it.
+        ("minimax", ("linear_proj", *EXPERTS), ["o_proj", "w1", "w2", "w3"]),
+        ("deepseek", ("linear_fc1", "linear_fc2", *EXPERTS), ["down_proj", "gate_proj", "up_proj"]),
+        ("deepseek", EXPERTS[1:], [f"mlp.experts.{expert}.down_proj" for expert in range(8)]),
+        ("oss", EXPERTS, []),
+    ],
+)
+def test_peft_settings_name_routed_experts(model: str, targets: Any, modules: list[str], root: Path) -> None:
+    written = peft_config(load_model_config(root / model), LoraSettings(4, 6, targets), "tiny")
+    assert written["target_modules"] == modules
+    stacked = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"] if model == "oss" else None
+    assert written.get("target_parameters") == stacked
 
 
 def test_peft_looks_for_no_copy_of_a_head_that_scores(root: Path) -> None:
@@ -371,6 +387,52 @@ def test_a_norm_inside_of_a_linear_comes_before_the_adapter(returns_bias: bool, 
         off = linear(inputs)
     assert torch.equal(off[0], base)
     assert (off[1] is None) == (bias is None)
+
+
+class GroupedLinear(torch.nn.Module):
+    """Behaves as Transformer Engine's linear of all of a rank's experts does, under Megatron's wrapper."""
+
+    num_gemms = 3
+
+    def __init__(self, collection: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(sequence_parallel=True, gated_linear_unit=True)
+        self._pg_collection = collection
+        for each in range(self.num_gemms):
+            self.register_parameter(f"weight{each}", torch.nn.Parameter(torch.randn(6, 4)))
+
+    def forward(self, inputs: Tensor, tokens_each: list[int]) -> Any:
+        pieces = enumerate(inputs.split(tokens_each))
+        return torch.cat([piece @ getattr(self, f"weight{each}").T for each, piece in pieces]), None
+
+
+GroupedLinear.__module__ = "megatron.core.extensions.transformer_engine"
+
+
+def test_each_expert_of_a_grouped_linear_has_adapters_of_its_own(groups: Groups) -> None:
+    torch.manual_seed(3)
+    chunk, name = torch.nn.Module(), "decoder.layers.0.mlp.experts.linear_fc1"
+    linear: Any = GroupedLinear(groups.collection)
+    holder: Any = chunk
+    for part in ("decoder", "layers", "0", "mlp", "experts"):
+        holder.add_module(part, torch.nn.Module())
+        holder = holder.get_submodule(part)
+    holder.linear_fc1, chunk.get_submodule("decoder.layers.0").layer_number = linear, 1
+    inputs, tokens = torch.randn(5, 4), [2, 0, 3]
+    base, _ = linear(inputs, tokens)
+    add_adapters([chunk], LoraSettings(2, 6, EXPERTS[:1]), groups.collection, SEED)
+    assert torch.equal(linear.lora_a1, initial_a(2, 4, SEED, "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1"))
+    pairs = [(getattr(linear, f"lora_a{each}"), getattr(linear, f"lora_b{each}")) for each in range(3)]
+    for _, lora_b in pairs:
+        lora_b.data.normal_()
+    added = [3 * piece @ a.T @ b.T for piece, (a, b) in zip(inputs.split(tokens), pairs, strict=True)]
+    torch.testing.assert_close(linear(inputs, tokens)[0], base + torch.cat(added))
+    with adapters_off([chunk]):
+        assert torch.equal(linear(inputs, tokens)[0], base)
+    value = merged([chunk])
+    for each, (a, b) in enumerate(pairs):
+        weight = getattr(linear, f"weight{each}")
+        torch.testing.assert_close(value(f"{name}.weight{each}", weight), weight + 3 * b @ a)
 
 
 def test_only_targets_are_adapted(root: Path, groups: Groups) -> None:

@@ -16,17 +16,18 @@ from megarl.placement.activations import Counting
 from megarl.placement.cluster import make_cluster
 from megarl.placement.devices import DEVICES, Kernels
 from megarl.placement.memory import Role, RoleBytes, role_bytes
-from megarl.placement.sizes import adapter_sizes, model_sizes
+from megarl.placement.sizes import adapter_sizes, model_sizes, routed_adapter_sizes
 from megarl.placement.space import one_layout
 from megarl.placement.tables import held_bytes
 from megarl.recipe.roles import Lora
 from tests.placement.memory_cases import Case, measure, predict
-from tests.placement.samples import QWEN_7B, workload
+from tests.placement.samples import QWEN_7B, QWEN_30B_A3B, workload
 
 TOKENS = 8192
 ACTOR, FROZEN = Role(trained=True, head=True), Role(trained=False, head=True)
 TORCH = Kernels(fused=False)
 PLAIN = replace(QWEN_7B, qk_norm=False)
+EXPERTS = ("experts.linear_fc1", "experts.linear_fc2")
 # Attention of a token in elements: queries, keys, values, output; beside them a log-sum in float32 for each head.
 HEADS = 28 * 128
 GROUPED = 2 * HEADS + 2 * 4 * 128
@@ -131,6 +132,20 @@ def test_gradients_of_adapters_alone() -> None:
     counting = Counting(PLAIN, one_layout(Layout(), TOKENS), 2, Kernels(), TOKENS, lora)
     by_hand = (2 * 3584 * 2 + 4) + (3584 * 2 + 4) + 3 * 18944 * 2 + GROUPED * 2 + 28 * 4 + 2 * 8 * 2
     assert counting.dense.kept[0] == TOKENS * by_hand
+
+
+def test_adapters_of_routed_experts_are_shared_out_as_experts_are() -> None:
+    lora, layers = Lora(rank=8, targets=EXPERTS), np.array([48.0])
+    # Of 128 experts each rank has 16: of fc1 A is whole and B cut, of fc2 A is cut and B whole.
+    own = 48 * 16 * 8 * ((2048 + 2 * 768 / 2) + (768 / 2 + 2048))
+    assert routed_adapter_sizes(QWEN_30B_A3B, lora, np.array([8]), np.array([2]), layers)[0] == own
+    assert adapter_sizes(QWEN_30B_A3B, lora, np.array([2]), layers, layers)[0] == 0
+    one = Lora(rank=8, targets=EXPERTS[1:])
+    assert routed_adapter_sizes(QWEN_30B_A3B, one, 1, 1, layers)[0] == 48 * 128 * 8 * (768 + 2048)
+    assert routed_adapter_sizes(PLAIN, lora, 1, 1, layers)[0] == 0
+    layout = Layout(tp=2, ep=8, etp=2, sequence_parallel=True, world_size=32)
+    held = role_bytes(QWEN_30B_A3B, one_layout(layout, TOKENS), 2, replace(ACTOR, lora=lora))
+    assert held.gradients[0] == own * 4 and held.optimizer[0] == own * 12 / 2  # two ranks hold the same experts
 
 
 def test_the_reference_without_adapters_shares_the_base() -> None:
@@ -255,6 +270,7 @@ MEASURED = (
     Case("dense, growing queries", tokens=128),
     Case("dense, growing queries", dtype="bfloat16", tokens=256),
     Case("dense, qk norm", lora=Lora(rank=8), tokens=256),
+    Case("experts", lora=Lora(rank=8, targets=("linear_qkv", *EXPERTS)), tokens=256),
     Case("dense", head=False, recompute="selective", tokens=256),
 )
 

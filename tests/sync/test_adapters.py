@@ -212,6 +212,8 @@ def test_models_and_targets_that_servers_do_not_take_are_refused(tmp_path: Path)
             served_lora(config, SETTINGS)
     with pytest.raises(UserError, match="targets has linear_fc1"):
         served_lora(experts, LoraSettings(4, 8.0, ("linear_qkv", "linear_fc1")))
+    with pytest.raises(UserError, match=r"has experts\.linear_fc2\. Set it to merged"):
+        served_lora(experts, LoraSettings(4, 8.0, ("linear_qkv", "experts.linear_fc2")))
     assert served_lora(experts, SETTINGS).modules == ("k_proj", "o_proj", "q_proj", "v_proj")
     dense = load_model_config(write_tiny_model(tmp_path / "dense", "qwen3"))
     everything = LoraSettings(4, 8.0, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
