@@ -180,6 +180,16 @@ def keep_mapped() -> None:
     reductions.rebuild_storage_filename = rebuild_and_keep
 
 
+def _without_nccl() -> None:
+    """Have ranks of a server exchange by gloo alone: SGLang takes NCCL on every device, where torch is a build for CUDA."""
+    wrapper: Any = importlib.import_module("sglang.srt.distributed.device_communicators.pynccl_wrapper")
+
+    def none() -> str:
+        raise ValueError("there is no NCCL between ranks on CPUs")  # SGLang goes on without
+
+    wrapper.find_nccl_library = none
+
+
 def _forget_pinning() -> None:
     """Answer who wants memory that CUDA copies from at once: all memory is as good. SGLang's LoRA does, on every device."""
     torch: Any = importlib.import_module("torch")
@@ -245,6 +255,7 @@ def load(*, deterministic: bool = False, lora: bool = False) -> None:
         importlib.import_module("sglang.srt.model_executor.model_runner")
         _finish_kernels()
         _gate_by_torch()
+        _without_nccl()
         if lora:
             _forget_pinning()
         keep_mapped()

@@ -69,6 +69,7 @@ def test_gpu_platform_without_gpus_kernels_and_cuda_torch_cannot_run(monkeypatch
 
 def test_devices_that_this_torch_cannot_use_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cuda_device_count", lambda: 2)
+    monkeypatch.setattr(doctor, "_torch_cuda", lambda: None)
     diagnosis = diagnose(CPU)
     assert find(diagnosis, "NVIDIA devices").found.startswith("2 visible") and diagnosis.can_run
     finding = find(diagnosis, "torch's CUDA")

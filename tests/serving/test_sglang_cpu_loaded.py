@@ -13,9 +13,9 @@ import pytest
 from megarl.core.platform import get_platform
 
 # In processes of their own: SGLang's modules stay where they were imported.
-OF_SERVERS = ("norms", "linears", "names", "penalties", "scales", "sampler", "attention", "ranks", "kv_scales")
+OF_SERVERS = ("norms", "linears", "names", "penalties", "scales", "sampler", "attention", "ranks", "kv_scales", "nccl")
 MODULES = [f"tests.serving.sglang_{name}" for name in OF_SERVERS]
-NORMS, LINEARS, NAMES, PENALTIES, SCALES, SAMPLER, ATTENTION, RANKS, KV_SCALES = MODULES
+NORMS, LINEARS, NAMES, PENALTIES, SCALES, SAMPLER, ATTENTION, RANKS, KV_SCALES, NCCL = MODULES
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,11 @@ def test_norms_and_rotary_positions_have_the_numbers_of_sglang_s_own_code(found:
 
 def test_products_are_those_of_the_weights_last_loaded(found: dict[str, Any]) -> None:
     assert found[LINEARS] == ""
+
+
+def test_ranks_of_a_server_on_cpus_look_for_no_nccl(found: dict[str, Any]) -> None:
+    """A build of torch for CUDA has one, with which a server of several ranks would end as it starts."""
+    assert found[NCCL] == ""
 
 
 def test_shared_memory_of_a_server_is_named_as_who_starts_it_expects(found: dict[str, Any]) -> None:
