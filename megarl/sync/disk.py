@@ -257,8 +257,8 @@ def _named(name: str, tensor: Tensor) -> Named:
 
 
 def _content(tensor: Tensor) -> Bytes:
-    """[bytes] uint8, in the host's memory."""
-    found: Bytes = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+    """[bytes] uint8, in the host's memory. A copy: numpy would hold on to storage that a role frees when it is offloaded."""
+    found: Bytes = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8).numpy()
     return found
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megarl.core.platform import TensorHash
 
+PIECE_BYTES = 2**26  # of a copy
 TILE_WORDS = 8192
 TILE_BYTES = 4 * TILE_WORDS
 TILES_AT_ONCE = 64  # the numbers in between take 8 bytes a word, several times
@@ -50,7 +51,9 @@ class Sha256:
 
     def update(self, flat: Tensor) -> None:
         """As the interface says."""
-        self._hash.update(flat.cpu().numpy().data)
+        for piece in flat.split(PIECE_BYTES):
+            # A copy: numpy would hold on to storage that a role frees when it is offloaded.
+            self._hash.update(piece.cpu().clone().numpy().data)
 
     def hexdigest(self) -> str:
         """As the interface says."""

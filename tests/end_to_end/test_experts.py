@@ -40,6 +40,7 @@ def recipe(inputs: Path) -> Recipe:
         "data.max_prompt_tokens=128",
         "actor.parallel.ep=2",
         "actor.aux_loss_coef=0.01",
+        "sync.verify=hash",
         "actor.offload=[grads, params, optimizer]",
         "rollout.offload=[weights, kv_cache]",
     ]

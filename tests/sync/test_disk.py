@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megarl.core.ports import free_port
 from megarl.serving.client import ServerEndpoint
+from megarl.sync.disk import _content
 from megarl.sync.fetch import Fetcher, Order
 from megarl.sync.mirror import Mirror
 from megarl.sync.store import MANIFEST, Store
@@ -273,3 +274,9 @@ def test_a_disk_that_does_not_answer_is_given_up(disk: DiskBuckets, monkeypatch:
             assert "server 0: weight version 1 was not read from" in told.trouble and one.loads == []
 
     asyncio.run(go())
+
+
+def test_a_role_can_free_what_was_written() -> None:
+    weight = torch.arange(64.0)
+    assert _content(weight)[:8].tobytes() == bytes(6) + b"\x80\x3f"  # 0.0 and 1.0
+    weight.untyped_storage().resize_(0)

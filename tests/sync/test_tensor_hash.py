@@ -102,3 +102,11 @@ def test_bytes_come_in_the_order_of_rows_whatever_the_memory() -> None:
     part = wide[1:, 2:5]
     assert torch.cat(list(flat_bytes(part))).equal(flat(part.contiguous()))
     assert torch.cat(list(flat_bytes(wide.T))).equal(flat(wide.T.contiguous()))
+
+
+@pytest.mark.host_only  # a device's bytes are copied to the host
+@pytest.mark.parametrize("name", ["sha256", "tiles"])
+def test_a_role_can_free_what_was_hashed(name: TensorHash) -> None:
+    weight = torch.arange(64.0)
+    make_hash(name).update(flat(weight))
+    weight.untyped_storage().resize_(0)
