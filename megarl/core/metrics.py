@@ -143,7 +143,11 @@ _METRICS: dict[str, MetricSpec] = {
     "rollout/logprob_diff_mean": MetricSpec(
         "nats", "mean over trained tokens of |log-prob at rollout - the trainer's own| (docs/algorithms.md)", ".1e"
     ),
-    "rollout/logprob_diff_max": MetricSpec("nats", "the largest such difference in the step", ".1e"),
+    "rollout/logprob_diff_max": MetricSpec(
+        "nats",
+        "the largest such difference in the step; with algorithm.old_logprobs: rollout it holds what earlier mini-batches taught",
+        ".1e",
+    ),
     "rollout/drifted": MetricSpec(
         "1 or 0", "whether the step was left out, because logprob_diff_mean is above algorithm.max_logprob_diff", ".0f"
     ),
