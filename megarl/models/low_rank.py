@@ -102,19 +102,10 @@ class Adapter:
         return described
 
 
-class Adapted(Module):
-    """A linear with adapters: `LowRank` or `GroupedLowRank`."""
-
-    adapter: Adapter
-
-    def factors(self, name: str) -> Iterator[tuple[str, Parameter, Parameter]]:
-        """The global name of each weight, and its A and B. name: the linear's own, global."""
-        raise NotImplementedError
-
-
-class LowRank(Adapted):
+class LowRank(Module):
     """What an adapted linear gains; it stands in the linear's class, before Megatron's own (see `lora._adapted_class`)."""
 
+    adapter: Adapter
     lora_a: Parameter  # [rank, in], or this rank's columns
     lora_b: Parameter  # [out, rank], or this rank's rows
 
@@ -130,7 +121,7 @@ class LowRank(Adapted):
         return output + self.adapter.delta(seen[0] if seen else input_, self.lora_a, self.lora_b), bias
 
     def factors(self, name: str) -> Iterator[tuple[str, Parameter, Parameter]]:
-        """Of the one weight that it has."""
+        """The global name of each weight, and its A and B: here of one. name: the linear's own, global."""
         yield f"{name}.weight", self.lora_a, self.lora_b
 
     def sharded_state_dict(
@@ -142,9 +133,10 @@ class LowRank(Adapted):
         return {**state, **self.adapter.sharded(factors, prefix, sharded_offsets, metadata or {})}
 
 
-class GroupedLowRank(Adapted):
+class GroupedLowRank(Module):
     """What a linear of all experts of a rank gains, as Transformer Engine has them: adapters for each expert."""
 
+    adapter: Adapter
     num_gemms: int  # experts on this rank
     _pg_collection: Any
 
@@ -157,7 +149,7 @@ class GroupedLowRank(Adapted):
         return output + torch.cat([self.adapter.delta(seen, *self._of(each)) for each, seen in pieces]), bias
 
     def factors(self, name: str) -> Iterator[tuple[str, Parameter, Parameter]]:
-        """Of each expert's weight, by the expert's number in the whole model."""
+        """As LowRank's, of each expert's weight, by the expert's number in the whole model."""
         for each in range(self.num_gemms):
             yield f"{name}.weight{self._first + each}", *self._of(each)
 
@@ -184,3 +176,6 @@ class GroupedLowRank(Adapted):
 
     def _of(self, each: int) -> tuple[Parameter, Parameter]:
         return getattr(self, f"{LORA_A}{each}"), getattr(self, f"{LORA_B}{each}")
+
+
+Adapted = LowRank | GroupedLowRank  # a linear with adapters

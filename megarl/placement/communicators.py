@@ -23,9 +23,8 @@ PAIR = 12 * MIB  # of one channel, to one peer and from one
 RING = 24  # channels
 NEAR, SLOW, FAR = 32, 2, 4  # channels for who is sent to: over NVLink, without it, in a group that spans nodes
 POOL = 512 * MIB  # for the network: 32 channels x 16 steps x 512 KiB, to send and to receive
-WORKSPACES = (
-    4 * 32 * MIB
-)  # of Transformer Engine's grouped products, one for each of their streams (2.11, Hopper and later)
+# Of Transformer Engine's grouped products, one for each of their streams (2.11, Hopper and later).
+WORKSPACES = 4 * 32 * MIB
 
 
 def exchange_bytes(config: ModelConfig, choice: Layouts, cluster: Cluster) -> Any:

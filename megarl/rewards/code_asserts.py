@@ -16,10 +16,30 @@ from typing import Any
 VALUE = "_value"  # stands where the call was
 MOST_BITS = 20_000  # of a product, or a power
 MOST_LENGTH = 65_536  # of a text or a list that is repeated
+MOST_DIGITS = 1000  # that a number is rounded to
+
+
+class Beyond(ValueError):
+    """What is not computed here."""
+
+
+def _rounded(value: Any, digits: Any = None) -> Any:
+    """Python's round, to a power of ten that is no wait to compute."""
+    if digits is not None and abs(digits) > MOST_DIGITS:
+        raise Beyond
+    return round(value, digits)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     each.__name__: each
-    for each in (abs, all, any, bool, dict, float, int, len, list, max, min, round, set, sorted, str, sum, tuple)
-} | {"math.isclose": math.isclose, "math.fabs": math.fabs, "isclose": math.isclose, "frozenset": frozenset}
+    for each in (abs, all, any, bool, dict, float, int, len, list, max, min, set, sorted, str, sum, tuple)
+} | {
+    "round": _rounded,
+    "math.isclose": math.isclose,
+    "math.fabs": math.fabs,
+    "isclose": math.isclose,
+    "frozenset": frozenset,
+}
 COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -46,10 +66,6 @@ _SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-
-
-class Beyond(ValueError):
-    """What is not computed here."""
 
 
 def apart(test: ast.expr) -> tuple[ast.expr, ast.expr] | None:

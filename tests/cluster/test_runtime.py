@@ -119,6 +119,23 @@ def test_a_ray_that_was_too_slow_is_started_once_more(
     assert processes_of(run_id) == []
 
 
+def come_up(code: str, run: Path) -> tuple[Path, subprocess.Popen[str]]:
+    """A process with a Ray of its own that has said that it is up, and its temporary folder."""
+    env = {name: value for name, value in os.environ.items() if name != RAY_ADDRESS_VARIABLE}
+    short = Path(tempfile.mkdtemp())  # Ray's sockets are in it
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**env, "TMPDIR": str(short)},
+        preexec_fn=heed_interrupts,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    return short, process
+
+
 # Waits in the midst of Ray's start: where Ray waits for its node, or in a hook of a fork, where Python drops exceptions.
 STARTING = """
 import os, signal, sys, time
@@ -153,17 +170,7 @@ with Interrupts():
     ids=["where Ray waits", "where exceptions are dropped"],
 )
 def test_sigterm_while_ray_starts_is_heard_as_ever(real: str, hook: str, tmp_path: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if name != RAY_ADDRESS_VARIABLE}
-    short = Path(tempfile.mkdtemp())  # Ray's sockets are in it
-    process = subprocess.Popen(
-        [sys.executable, "-c", STARTING.format(real=real, hook=hook), str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**env, "TMPDIR": str(short)},
-        preexec_fn=heed_interrupts,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    short, process = come_up(STARTING.format(real=real, hook=hook), tmp_path / "run")
     started = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     out, error = process.communicate(timeout=60)
@@ -202,18 +209,7 @@ with Interrupts():
 @pytest.mark.slow
 def test_sigterm_while_ray_ends_and_afterwards_ends_nothing_at_once(tmp_path: Path) -> None:
     """As of a scheduler that does not wait for what a Ctrl-C has begun."""
-    env = {name: value for name, value in os.environ.items() if name != RAY_ADDRESS_VARIABLE}
-    short = Path(tempfile.mkdtemp())  # Ray's sockets are in it
-    process = subprocess.Popen(
-        [sys.executable, "-c", ENDING, str(tmp_path / "run")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**env, "TMPDIR": str(short)},
-        preexec_fn=heed_interrupts,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    short, process = come_up(ENDING, tmp_path / "run")
     process.send_signal(signal.SIGTERM)
     out, error = process.communicate("go on\n", timeout=60)
     assert (process.returncode, out) == (0, "130\n"), error

@@ -66,6 +66,7 @@ def test_what_has_not_one_call_stays_whole(source: str) -> None:
         ("10 ** f(1) != 0", 10**9),
         ("10 ** 10 ** 10 != f(1)", 1),
         ("f(1) % 5 != 9", "%1000000000d"),
+        ("round(5, f(1)) == 0", -(10**9)),
     ],
 )
 def test_what_would_be_large_does_not_hold(source: str, value: Any) -> None:
