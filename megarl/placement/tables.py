@@ -23,12 +23,12 @@ from megarl.placement.memory import (
     Role,
     RoleBytes,
     ServerBytes,
-    further_bytes,
     role_bytes,
     server_bytes,
     top_bytes,
 )
 from megarl.placement.search import Tables
+from megarl.placement.server_share import further_bytes
 from megarl.placement.space import Ints, Layouts, Mask, Servers, Space, layouts, servers
 from megarl.placement.weight_sync import gather_seconds, sync_seconds
 from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, TRAINED, Workload
