@@ -171,5 +171,7 @@ def _rollout_plan(
             "kv_tokens": int(held.cache_tokens[0]),
             "offloaded": offloaded,
         },
-        host_bytes=server_host(cluster, each),
+        host_bytes=server_host(
+            cluster, each, config if workload.replays_routing else None, float(held.cache_tokens[0])
+        ),
     )
