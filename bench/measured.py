@@ -123,8 +123,8 @@ def render(folder: Path = RESULTS) -> str:
 
 def _machine(host: dict[str, Any]) -> tuple[str, str]:
     """What a result says of its machine, and when it was."""
-    name = host["cpu"] or host["machine"]
-    return f"{name}, {host['cores']} cores, load {host['load_average']:.1f}", host["date"]
+    name, load = host["cpu"] or host["machine"], host["load_average"]
+    return f"{name}, {host['cores']} cores" + ("" if load is None else f", load {load:.1f}"), host["date"]
 
 
 if __name__ == "__main__":
