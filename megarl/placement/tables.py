@@ -325,7 +325,7 @@ def held_bytes(
         passes=role == CRITIC or (role == ACTOR and scored),
     )
     held = role_bytes(workload.models[role], choice, workload.bytes_each, use, cluster.device.kernels)
-    if own_groups:
+    if own_groups and not use.shares:
         exchange = exchange_bytes if role in TRAINED else frozen_bytes
         held = replace(held, exchange=exchange(workload.models[role], choice, cluster))
     if role != ACTOR or not workload.teacher_top:
