@@ -24,8 +24,8 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.core.log import get_logger
 from megarl.sandbox import bubblewrap, cgroups, kernel, refusal, seccomp, watch, wire
-from megarl.sandbox.cell import Cell, Settings, StartError
-from megarl.sandbox.job import InForce, Job, Limits, Result
+from megarl.sandbox.cell import Answer, Cell, Settings, StartError
+from megarl.sandbox.job import BESIDE, Check, Checked, InForce, Job, Limits, Result
 
 log = get_logger(__name__)
 
@@ -63,7 +63,7 @@ class Children:
 
 
 class Keeper:
-    """Keeps `size` sandboxes, those that wait and those that run together."""
+    """Keeps `size` sandboxes, those that wait and those that run together, and one more for each check that runs apart."""
 
     def __init__(
         self, settings: Settings, groups: cgroups.Groups | None, size: int, writer: asyncio.StreamWriter
@@ -71,6 +71,7 @@ class Keeper:
         self._settings = settings
         self._groups = groups
         self._size = size
+        self._apart = 0  # checks that run apart from their code
         self._writer = writer
         self._children = Children()
         self._warm: asyncio.Queue[Cell | StartError] = asyncio.Queue()
@@ -104,7 +105,7 @@ class Keeper:
 
     async def close(self) -> None:
         """End all sandboxes; returns when they are gone, within a deadline."""
-        self._size = 0
+        self._size = -(10**9)  # no more are started
         for task in (*self._jobs.values(), *self._tasks):
             task.cancel()
         with contextlib.suppress(TimeoutError):
@@ -129,14 +130,27 @@ class Keeper:
     def _forget(self, number: int, _: object) -> None:
         del self._jobs[number]
 
-    async def _run(self, job: Job) -> Result:
+    async def _run(self, job: Job, answer: Answer | None = None) -> Result:
+        async def judge(check: Check, answers: Answer) -> Checked | None:
+            return await self._judge(check, answers, job.timeout_s)
+
         cell = await self._take()
         self._running.add(cell)
         try:
-            return await cell.run(job)
+            return await cell.run(job, judge, answer)
         finally:
             self._running.discard(cell)
             self._later(self._retire(cell))
+
+    async def _judge(self, check: Check, answer: Answer, timeout_s: float) -> Checked | None:
+        """Run a check apart from the code that it calls; None where it hands over what is no data. Raises StartError."""
+        self._apart += 1  # or those that wait for such a sandbox could hold all that there are
+        self._stock()
+        try:
+            result = await self._run(Job(check.source, timeout_s=timeout_s, asks=check.names), answer)
+        finally:
+            self._apart -= 1
+        return None if result.exit_code == BESIDE else Checked(result.ended == "ok", result.stderr)
 
     async def _take(self) -> Cell:
         """The next sandbox that is ready. Raises StartError where none comes up."""
@@ -170,7 +184,7 @@ class Keeper:
 
     def _stock(self) -> None:
         """Start as many as there should be."""
-        while len(self._cells) + self._starting < self._size:
+        while len(self._cells) + self._starting < self._size + self._apart:
             self._starting += 1
             self._later(self._add())
 
