@@ -118,7 +118,8 @@ class CodeGrader:
     async def _checks(self, code: str, tests: RowTests, row: str) -> int:
         if not tests.checks:
             return 0
-        setup = (Check("assert", tests.setup),) if tests.setup else ()
+        before = tests.setup_inside()
+        setup = (Check("assert", before),) if before else ()
         result = await self._run(row, code, checks=setup + tuple(each.check for each in tests.checks))
         said = result.checked[len(setup) :]
         # Those that were not reached are missing at the end: they did not pass.

@@ -66,7 +66,7 @@ class Channel:
         while size:
             part = self.socket.recv(min(size, 1 << 20))
             if not part:
-                os._exit(0)  # nobody wants this sandbox any more
+                os._exit(1)  # nobody wants this sandbox any more
             parts.append(part)
             size -= len(part)
         return b"".join(parts)
