@@ -19,20 +19,10 @@ BUILTINS = frozenset(dir(builtins))
 # What a test may import: modules that compute, and do nothing to the process that the code would have to see.
 MODULES = frozenset(
     (
-        "bisect",
-        "cmath",
-        "collections",
-        "copy",
-        "datetime",
-        "decimal",
-        "fractions",
-        "functools",
-        "heapq",
-        "itertools",
-        "json",
+        "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json",
+        "math", "operator", "random", "re", "statistics", "string", "time", "typing",
     )
-    + ("math", "operator", "random", "re", "statistics", "string", "time", "typing")
-)
+)  # fmt: skip
 # Functions that act on the process or the names of the code.
 BESIDE = frozenset(
     (
