@@ -38,8 +38,8 @@ REMOVE_S = 0.005  # between tries to remove its control group
 MOST_SAID = 2**20  # bytes of what one check says
 # Answers what a sandbox with tests asks of the one with the code.
 Answer = Callable[[bytes], Awaitable[bytes]]
-# Runs a check apart from the code; None where it has to run beside it.
-Judge = Callable[[Check, Answer], Awaitable[Checked | None]]
+# Runs a check apart from the code, in so many seconds at most.
+Judge = Callable[[Check, Answer, float], "Awaitable[Judged]"]
 
 
 class StartError(MegarlError):
@@ -60,6 +60,14 @@ class Settings:
     limits: Limits
     user: int | None
     by_group: bool
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a check apart from the code came to; None where it has to run beside it. seconds: that it took, once it began."""
+
+    checked: Checked | None
+    seconds: float
 
 
 class Cell:
@@ -126,7 +134,8 @@ class Cell:
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
-        timer = loop.call_later(job.timeout_s, self.end, "timeout", f"it ran for longer than {job.timeout_s:g} s")
+        self._left_s, self._over = job.timeout_s, f"it ran for longer than {job.timeout_s:g} s"
+        self._begin_time()
         talk = loop.create_task(self._talk(job, judge, answer))
         try:
             status = await asyncio.shield(self.exited)
@@ -134,7 +143,7 @@ class Cell:
             if talk.done() and (error := talk.exception()) is not None:
                 raise error
         finally:
-            timer.cancel()
+            self._stop_time()
             talk.cancel()
         if self.group is not None and self.group.memory_kills():
             self.end("memory", self._memory_words())
@@ -227,6 +236,14 @@ class Cell:
             checked=tuple(self._checked),
         )
 
+    def _begin_time(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._since, self._timer = loop.time(), loop.call_later(self._left_s, self.end, "timeout", self._over)
+
+    def _stop_time(self) -> None:
+        self._timer.cancel()
+        self._left_s -= asyncio.get_running_loop().time() - self._since
+
     async def _talk(self, job: Job, judge: Judge | None, answer: Answer | None) -> None:
         """Send the job; once the program has run, send its checks, and read what they say."""
         loop = asyncio.get_running_loop()
@@ -253,8 +270,15 @@ class Cell:
     async def _check(self, check: Check, judge: Judge | None) -> Checked:
         if check.kind == "apart":
             assert judge is not None, "nobody runs checks apart"
-            if (judged := await judge(check, self._call)) is not None:
-                return judged
+            self._stop_time()  # until the other sandbox has started, it has nothing to do
+            try:
+                judged = await judge(check, self._call, max(self._left_s, 0.001))
+                self._left_s -= judged.seconds
+            finally:
+                if not self.exited.done():
+                    self._begin_time()
+            if judged.checked is not None:
+                return judged.checked
         return _checked(await self._asked("value" if check.kind == "value" else "assert", check.source))
 
     async def _call(self, question: bytes) -> bytes:

@@ -24,7 +24,7 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.core.log import get_logger
 from megarl.sandbox import bubblewrap, cgroups, kernel, refusal, seccomp, watch, wire
-from megarl.sandbox.cell import Answer, Cell, Settings, StartError
+from megarl.sandbox.cell import Answer, Cell, Judged, Settings, StartError
 from megarl.sandbox.job import BESIDE, Check, Checked, InForce, Job, Limits, Result
 
 log = get_logger(__name__)
@@ -123,34 +123,32 @@ class Keeper:
     async def _serve(self, number: int, job: Job) -> None:
         """Run one job in the next sandbox that is ready, and say what came of it."""
         try:
-            self._say(wire.Done(number, await self._run(job)))
+            self._say(wire.Done(number, await self._run(await self._take(), job)))
         except StartError as error:
             self._say(wire.Done(number, None, refusal.explain(str(error))))
 
     def _forget(self, number: int, _: object) -> None:
         del self._jobs[number]
 
-    async def _run(self, job: Job, answer: Answer | None = None) -> Result:
-        async def judge(check: Check, answers: Answer) -> Checked | None:
-            return await self._judge(check, answers, job.timeout_s)
-
-        cell = await self._take()
+    async def _run(self, cell: Cell, job: Job, answer: Answer | None = None) -> Result:
         self._running.add(cell)
         try:
-            return await cell.run(job, judge, answer)
+            return await cell.run(job, self._judge, answer)
         finally:
             self._running.discard(cell)
             self._later(self._retire(cell))
 
-    async def _judge(self, check: Check, answer: Answer, timeout_s: float) -> Checked | None:
-        """Run a check apart from the code that it calls; None where it hands over what is no data. Raises StartError."""
-        self._apart += 1  # or those that wait for such a sandbox could hold all that there are
-        self._stock()
+    async def _judge(self, check: Check, answer: Answer, timeout_s: float) -> Judged:
+        """Run a check apart from the code that it calls. Raises StartError."""
+        self._apart += 1
         try:
-            result = await self._run(Job(check.source, timeout_s=timeout_s, asks=check.names), answer)
+            async with self._at_once:  # none that is ready: jobs that wait for one may be as many as there are
+                cell = await self._start()
+            result = await self._run(cell, Job(check.source, timeout_s=timeout_s, asks=check.names), answer)
         finally:
             self._apart -= 1
-        return None if result.exit_code == BESIDE else Checked(result.ended == "ok", result.stderr)
+        beside = result.exit_code == BESIDE
+        return Judged(None if beside else Checked(result.ended == "ok", result.stderr), result.seconds)
 
     async def _take(self) -> Cell:
         """The next sandbox that is ready. Raises StartError where none comes up."""
@@ -179,6 +177,9 @@ class Keeper:
             await cell.ready()
         except StartError:
             await self._end(cell)
+            raise
+        except asyncio.CancelledError:  # the job that it was for is given up
+            self._later(self._end(cell))
             raise
         return cell
 
