@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
+from megarl.data.answers import behind_thinking
 from megarl.recipe.reward import Code
 from megarl.rewards.code_tests import Pair, RowTests, last_block, read_tests, same_output, stripped
 from megarl.rewards.grade import Grade, Item, failed
@@ -62,7 +63,7 @@ class CodeGrader:
             tests = read_tests(item.metadata, item.answer, self._settings.field).first(self._settings.max_tests)
         except ValueError as error:
             return failed(f"error: {error}")
-        code = last_block(item.response)
+        code = last_block(behind_thinking(item.response))
         if code is None:
             return Grade(0.0)
         if self._settings.score == "all" and (why := self._beyond(tests)):

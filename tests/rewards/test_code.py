@@ -47,10 +47,11 @@ def test_all_or_a_share_of_the_tests_pass() -> None:
         (block("def f(x): raise SystemExit"), DOUBLE),
         (block("syntax error"), DOUBLE),
         ("no code at all", ADD),
+        (f"<think>{block(RIGHT)}</think>I would say 3.", ADD),
     ]
-    assert [each.reward for each in grades(cases)] == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [each.reward for each in grades(cases)] == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     shares = [each.reward for each in grades(cases, score="share")]
-    assert shares == pytest.approx([1.0, 2 / 3, 1.0, 3 / 4, 0.0, 0.0, 0.0])
+    assert shares == pytest.approx([1.0, 2 / 3, 1.0, 3 / 4, 0.0, 0.0, 0.0, 0.0])
 
 
 def test_it_is_one_of_the_graders_of_a_recipe() -> None:
