@@ -250,8 +250,7 @@ class Cell:
         try:
             await loop.sock_sendall(self._channel, _frame(_words_of(job, self.settings.limits)))
             while answer is not None:
-                question = await self._said(self.settings.limits.input_bytes)
-                await loop.sock_sendall(self._channel, _frame(await answer(question)))
+                await self._answer(answer)
             if not job.checks:
                 return
             await self._said()
@@ -260,12 +259,21 @@ class Cell:
             if self._ended is None:
                 self._finished = True
                 self._kill()
-        except (OSError, EOFError):  # it ended, which is told elsewhere, or the one that it asks
-            if answer is not None:
-                self._kill()
+        except (OSError, EOFError):
+            return  # it ended, which is told elsewhere
         except StartError:
             self._kill()
             raise
+
+    async def _answer(self, answer: Answer) -> None:
+        """Answer one question."""
+        question = await self._said(self.settings.limits.input_bytes)
+        try:
+            said = await answer(question)
+        except (OSError, EOFError):  # the one that it asks has ended
+            self._kill()
+            raise
+        await asyncio.get_running_loop().sock_sendall(self._channel, _frame(said))
 
     async def _check(self, check: Check, judge: Judge | None) -> Checked:
         if check.kind == "apart":

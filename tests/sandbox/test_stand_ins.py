@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.sandbox import watch
 from megarl.sandbox.job import BESIDE, Check, Limits, Result
 from megarl.sandbox.pool import SandboxPool
 from tests.support.other_user import REPOSITORY
@@ -176,6 +177,23 @@ def test_a_pool_of_one_runs_several_at_once() -> None:
     """Each needs a second sandbox, for which it does not wait in vain."""
     found = results([(SAME, "for x in range(300):\n    assert f(x) == x", ("f",))] * 4, size=1)
     assert [said(each)[0] for each in found] == [[True]] * 4
+
+
+@pytest.mark.parametrize("code", ["def f(x):\n    while True: pass", "import os\ndef f(x): os._exit(1)"])
+def test_nothing_is_left_of_a_check_that_is_given_up(code: str) -> None:
+    check = Check("apart", "for x in range(9):\n    assert f(x) == x", ("f",))
+
+    async def run() -> None:
+        async with asyncio.timeout(DEADLINE_S), SandboxPool(LIMITS, 1) as pool:
+            given_up = asyncio.ensure_future(pool.run(code, checks=(check,)))
+            await asyncio.wait({given_up}, timeout=1.5)
+            given_up.cancel()
+            assert [each.ok for each in (await pool.run(SAME, checks=(check,))).checked] == [True]
+            assert pool._process is not None
+            while len(watch.children(pool._process.pid)) != 1:
+                await asyncio.sleep(0.05)
+
+    asyncio.run(run())
 
 
 def test_what_cannot_be_run_apart_says_so_by_one_number() -> None:
