@@ -179,7 +179,7 @@ class Keeper:
             await self._end(cell)
             raise
         except asyncio.CancelledError:  # the job that it was for is given up
-            self._later(self._end(cell))
+            self._later(self._retire(cell))
             raise
         return cell
 

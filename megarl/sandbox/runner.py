@@ -25,7 +25,8 @@ MOST_TOLD = 2**19  # of what goes from one sandbox to another
 MADE: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "builtins.range": lambda value: (value.start, value.stop, value.step),
     "builtins.bytearray": lambda value: (bytes(value),),
-    "collections.deque": lambda value: (list(value),),
+    "builtins.frozenset": lambda value: ([*value],),
+    "collections.deque": lambda value: ([*value],),
 } | dict.fromkeys(
     (
         "fractions.Fraction",
@@ -122,10 +123,10 @@ def _several(value: Any, kind: type[Any], depth: int, far: bool) -> str:
         pairs = [f"{literal(k, depth, far)}: {literal(v, depth, far)}" for k, v in dict.items(value)]
         return "{" + ", ".join(pairs) + "}"
     for plain, brackets in ((list, "[]"), (tuple, "()"), (set, "{}"), (frozenset, "{}")):
-        if issubclass(kind, plain):
+        if issubclass(kind, plain) and not (far and plain is frozenset):  # which a set may hold
             inside = "".join(literal(each, depth, far) + ", " for each in plain.__iter__(value))
             return brackets[0] + inside + brackets[1] if inside or brackets != "{}" else "set()"
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    name = "builtins.frozenset" if issubclass(kind, frozenset) else f"{kind.__module__}.{kind.__qualname__}"
     if far and name in MADE:
         return f"_made({name!r}, *{literal(MADE[name](value), depth, far)})"
     raise NoLiteralError(f"it is a {kind.__name__}, which has no literal")

@@ -73,7 +73,7 @@ def test_asserts() -> None:
 def test_other_statements_are_one_test() -> None:
     source = "def check(candidate):\n    for x in [1]:\n        assert candidate(x) == 2"
     assert read_tests({"test": source, "entry_point": "f"}, "", None).checks == (
-        Expected(Check("assert", f"{source}\ncheck(f)")),
+        Expected(Check("apart", f"{source}\ncheck(f)", ("f",))),
     )
 
 
@@ -84,12 +84,18 @@ def test_a_check_function_of_asserts_alone_is_as_many_tests() -> None:
         Expected(Check("value", "not not f(0)"), False),
     )
     looped = f"{source}\n    for x in range(3):\n        assert c(x) == x"
-    assert [each.check.kind for each in read_tests({"test": looped, "entry_point": "f"}, "", None).checks] == ["assert"]
+    assert [each.check.kind for each in read_tests({"test": looped, "entry_point": "f"}, "", None).checks] == ["apart"]
 
 
-def test_definitions_beside_tests_are_no_mistake() -> None:
+def test_what_stands_beside_asserts_is_no_test_itself() -> None:
+    """Whatever the code is, it would pass."""
     helper = "def doubled(number):\n    return 2 * number"
-    assert len(read_tests({"tests": [helper, "assert f(1) == doubled(1)"]}, "", None)) == 2
+    tests = read_tests(
+        {"tests": [helper, "x = f(1)", "assert x == doubled(1)"], "test_imports": ["import re"]}, "", None
+    )
+    assert len(tests) == 1 and tests.setup == f"import re\n{helper}\nx = f(1)"
+    assert tests.setup_inside() == "import re"
+    assert read_tests({"tests": [helper, "assert doubled(f(1)) == 2"]}, "", None).setup_inside() == helper
     assert len(read_tests({"tests": f"{helper}\nif doubled(1) != f(1):\n    raise ValueError"}, "", None)) == 1
 
 
@@ -156,6 +162,12 @@ def test_a_pickle_is_never_opened() -> None:
             {"test": "M = {}\n\ndef check(candidate):\n    assert candidate(1) == 2"},
             None,
             "what the row's entry_point names",
+        ),
+        ({"tests": ["x = f(1)", "def test_x():\n    assert x"]}, None, "its field 'tests' calls nothing"),
+        (
+            {"tests": {"inputs": ["1", "2"], "outputs": ["", "\n"]}},
+            None,
+            "its field 'tests' wants no output of any input",
         ),
         ({"tests": "[" * 5000}, None, "its tests cannot be read: RecursionError"),
         ({"tests": f"assert f({'-' * 5000}1) == 1"}, None, "its tests cannot be read: RecursionError"),
