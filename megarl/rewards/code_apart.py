@@ -90,8 +90,8 @@ def bound_names(source: str) -> set[str]:
     return {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
 
 
-def asks(node: ast.expr, ours: Iterable[str]) -> bool:
-    """Whether what it gives says nothing of what a test wants: it calls the code, and compares nothing.
+def asks(node: ast.AST, ours: Iterable[str]) -> bool:
+    """Whether what an expression gives says nothing of what a test wants: it calls the code, and compares nothing.
 
     ours: names of the tests' own, whose calls are looked into. What an argument of the code's is made by, is its own matter.
     """
@@ -101,11 +101,7 @@ def asks(node: ast.expr, ours: Iterable[str]) -> bool:
             return False
         if name not in BUILTINS and name not in ours:
             return asks(node.func, ours)
-    return not isinstance(node, DECIDES) and all(
-        asks(each.value if isinstance(each, ast.keyword) else each, ours)
-        for each in ast.iter_child_nodes(node)
-        if isinstance(each, ast.expr | ast.keyword | ast.unaryop)  # type: ignore[arg-type]
-    )
+    return not isinstance(node, DECIDES) and all(asks(each, ours) for each in ast.iter_child_nodes(node))
 
 
 def root(node: ast.expr) -> str:

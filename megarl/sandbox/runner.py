@@ -175,7 +175,7 @@ def check(kind: str, source: str, names: dict[str, Any], kept: Kept) -> bytes:
     """One check of the job: `+` and its value, or `-` and what went wrong."""
     try:
         if kind == "call":
-            text = eval(compile(source, "<check>", "eval"), names, kept.names)
+            text: str = eval(compile(source, "<check>", "eval"), names, kept.names)
             if len(text) > MOST_TOLD:
                 raise ValueError(f"its value has {len(text)} characters")
             return b"+" + text.encode("utf-8", "backslashreplace")
@@ -238,7 +238,8 @@ def run(job: dict[str, Any], channel: Channel | None, far: Channel | None) -> No
         channel.write(b"done")  # only now the checks come
         kept = Kept()
         while True:
-            channel.write(check(*channel.read(), main.__dict__, kept))
+            kind, source = channel.read()
+            channel.write(check(kind, source, main.__dict__, kept))
 
 
 def start() -> None:

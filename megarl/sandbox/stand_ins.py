@@ -37,9 +37,9 @@ def asked(function: str, *given: Any, **named: Any) -> Any:
     said = FAR[0].read().decode(errors="replace")
     if said[:1] != "+":
         name, _, words = said[1:].partition(": ")
-        kind = getattr(builtins, name, None)
+        kind: Any = getattr(builtins, name, None)
         plain = isinstance(kind, type) and issubclass(kind, Exception)
-        # It would end a loop of the tests, with nothing said.
+        # An end of its own would end a loop of the tests, with nothing said.
         if not plain or (issubclass(kind, StopIteration | StopAsyncIteration) and function != "_do('next')"):
             kind = RuntimeError
         raise kind(words)

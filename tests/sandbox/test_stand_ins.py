@@ -14,7 +14,7 @@ from megarl.sandbox.pool import SandboxPool
 from tests.support.other_user import REPOSITORY
 
 LIMITS = Limits(timeout_s=20)
-DEADLINE_S = 30
+DEADLINE_S = 100
 
 
 def results(
@@ -146,26 +146,40 @@ LYING = {
     "an end in the runner's place": INSTEAD.replace("SAID", "b'-SystemExit: 0'"),
     "nonsense in the runner's place": INSTEAD.replace("SAID", "b'+' + b'(' * 5000"),
 }  # fmt: skip
-TESTS = (
-    "for x in range(2, 5):\n    assert f(x) == x + 1",
-    "assert all(f(x) == y for x, y in [(2, 3), (3, 4)])",
-    "wanted = [3, 4]\nfound = [x for x in map(f, [2, 3])]\n"
-    "for x, y in zip(wanted, found, strict=True):\n    assert abs(x - y) < 1e-6",
-    "import math\nassert math.isclose(f(3), 4.0) and isinstance(f(3), int)",
-    "x = f([2, 1])\nassert x in ([1, 2], (1, 2)) or {1: 2} == x",
-)
+ANY = """import math
+def loop():
+    for x in range(2, 5):
+        assert f(x) == x + 1
+def several():
+    assert all(f(x) == y for x, y in [(2, 3), (3, 4)])
+def near():
+    for x, y in zip([3, 4], [x for x in map(f, [2, 3])], strict=True):
+        assert abs(x - y) < 1e-6
+def kind():
+    assert math.isclose(f(3), 4.0) and isinstance(f(3), int)
+def member():
+    x = f([2, 1])
+    assert x in ([1, 2], (1, 2)) or {1: 2} == x
+held = []
+for test in (loop, several, near, kind, member):
+    try:
+        test()
+    except Exception:
+        continue
+    held.append(test)
+assert held"""
 
 
 @pytest.fixture(scope="module")
-def lying() -> dict[str, list[Result]]:
-    codes = {name: [(code, test, ("f",)) for test in TESTS] for name, code in LYING.items()}
-    found = iter(results([case for cases in codes.values() for case in cases], timeout_s=3.0))
-    return {name: [next(found) for _ in TESTS] for name in codes}
+def lying() -> dict[str, Result]:
+    found = results([(code, ANY, ("f",)) for code in ("def f(x): return x + 1", *LYING.values())], timeout_s=5.0)
+    return dict(zip(("no lie", *LYING), found, strict=True))
 
 
 @pytest.mark.parametrize("name", LYING)
-def test_they_do_not_hold_of_code_that_lies(name: str, lying: dict[str, list[Result]]) -> None:
-    assert not any(each.ok for found in lying[name] for each in found.checked)
+def test_none_holds_of_code_that_lies(name: str, lying: dict[str, Result]) -> None:
+    assert not any(each.ok for each in lying[name].checked)
+    assert said(lying["no lie"])[0] == [True]
 
 
 def test_what_the_code_does_not_have_is_no_name() -> None:
