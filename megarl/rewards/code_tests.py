@@ -11,6 +11,7 @@ import base64
 import io
 import json
 import re
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from typing import Any
 from megarl.data.answers import Answer
 from megarl.rewards.code_apart import BUILTINS, apart, asks, bound_names, inside, prepares, root
 from megarl.rewards.code_asserts import holds, split
-from megarl.sandbox.job import Check, Checked
+from megarl.sandbox.job import MOST_VALUE, Check, Checked
 
 # Fields that data sets keep their tests in, in the order in which they are looked for; then the row's answer. Public tests are
 # last: they are often in the prompt, where a program can have read them.
@@ -69,8 +70,11 @@ class Expected:
         """Whether the check passed. What a value is, is judged here, where the code cannot reach."""
         if not said.ok or self.check.kind != "value":
             return said.ok
+        if len(said.text) > MOST_VALUE:
+            return False  # that was not the runner
         try:
-            value = ast.literal_eval(said.text)
+            with warnings.catch_warnings(action="ignore"):  # `1if 1else 1if ...` would fill a log
+                value = ast.literal_eval(said.text)
         except NO_LITERAL:
             return False  # a set of sets as well, which has no literal
         if self.rest is not None:

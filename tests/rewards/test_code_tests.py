@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import time
+import warnings
 import zlib
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rewards.code_tests import Expected, Pair, RowTests, last_block, read_tests, same_output
-from megarl.sandbox.job import Check, Checked
+from megarl.sandbox.job import MOST_VALUE, Check, Checked
 
 PAIRS = (Pair("1 2\n", "3\n"), Pair("4 5\n", "9\n"))
 
@@ -198,6 +199,15 @@ def test_what_is_no_test_is_said(row: dict[str, Any], field: str | None, says: s
 def test_values_are_judged_outside(expected: Expected, text: str, met: bool) -> None:
     assert expected.met(Checked(True, text)) is met
     assert not expected.met(Checked(False, text))
+
+
+def test_what_code_says_in_the_runners_place_fills_no_log_and_takes_no_time() -> None:
+    wanted = Expected(Check("value", "x"), 1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert not wanted.met(Checked(True, "1if 1else " * 5 + "1"))
+        assert not wanted.met(Checked(True, f"1{' ' * MOST_VALUE}"))
+    assert said == []
 
 
 def test_the_last_closed_block_is_the_code() -> None:
