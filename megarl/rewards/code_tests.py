@@ -87,19 +87,23 @@ class Expected:
 
 @dataclass(frozen=True)
 class RowTests:
-    """A row's tests. setup: run after the code, before the checks; it is no test itself."""
+    """A row's tests. setup: what the row has run after the code, before the checks. prepared: what stands beside the checks, and
+    is no test itself.
+    """
 
     pairs: tuple[Pair, ...] = ()
     checks: tuple[Expected, ...] = ()
     setup: str = ""
+    prepared: str = ""
 
     def setup_inside(self) -> str:
-        """What of the setup the code's own sandbox needs."""
-        return inside(self.setup, [each.check.source for each in self.checks if each.check.kind != "apart"])
+        """What runs between the code and checks in its sandbox: the setup, which it may count on, and what else checks need."""
+        needed = inside(self.prepared, [each.check.source for each in self.checks if each.check.kind != "apart"])
+        return _joined([self.setup, needed])
 
     def first(self, count: int) -> RowTests:
         """The first so many."""
-        return RowTests(self.pairs[:count], self.checks[: max(0, count - len(self.pairs))], self.setup)
+        return replace(self, pairs=self.pairs[:count], checks=self.checks[: max(0, count - len(self.pairs))])
 
     def __len__(self) -> int:
         return len(self.pairs) + len(self.checks)
@@ -147,15 +151,16 @@ def _read_tests(metadata: Mapping[str, Any], answer: Answer, field: str | None) 
                     f"its field {name!r} wants no output of any input, and a program that does nothing would pass"
                 )
             setup = _setup(metadata)
-            if tests.setup:  # asserts that use what it defines are read knowing it
-                setup = "\n".join(part for part in (setup, tests.setup) if part)
-                own = {**metadata, **dict.fromkeys(SETUP_FIELDS, ""), SETUP_FIELDS[0]: setup}
+            whole = _joined([setup, tests.prepared])
+            if tests.prepared:  # asserts that use what it defines are read knowing it
+                own = {**metadata, **dict.fromkeys(SETUP_FIELDS, ""), SETUP_FIELDS[0]: whole}
                 tests = _of(_decoded(name, value, own), own)
-            return RowTests(tests.pairs, tuple(_apart(each, setup, metadata) for each in tests.checks), setup)
-        if tests.setup:
+            checks = tuple(_apart(each, whole, metadata) for each in tests.checks)
+            return replace(tests, checks=checks, setup=setup)
+        if tests.prepared:
             raise ValueError(
-                f"its field {name!r} calls nothing, and every program would pass: {_shown(tests.setup)}. A function `check` is "
-                "called with what the row's entry_point names, others by the text itself"
+                f"its field {name!r} calls nothing, and every program would pass: {_shown(tests.prepared)}. A function "
+                "`check` is called with what the row's entry_point names, others by the text itself"
             )
     names = ", ".join(repr(name) for name, _ in found)
     raise ValueError(f"its fields {names} hold no tests" if len(found) > 1 else f"its field {names} holds no tests")
@@ -232,7 +237,7 @@ def _of(value: Any, metadata: Mapping[str, Any]) -> RowTests:
         return RowTests(
             tuple(pair for part in parts for pair in part.pairs),
             tuple(check for part in parts for check in part.checks),
-            "\n".join(part.setup for part in parts if part.setup),
+            prepared=_joined([part.prepared for part in parts]),
         )
     raise ValueError(f"these are no tests: {_shown(value)}")
 
@@ -306,8 +311,12 @@ def _code(source: str, metadata: Mapping[str, Any]) -> RowTests:
     if entry and any(isinstance(each, ast.FunctionDef) and each.name == "check" for each in body):
         source = f"{source}\ncheck({entry})"
     elif prepares(body):
-        return RowTests(setup=source)
+        return RowTests(prepared=source)
     return RowTests(checks=(Expected(Check("assert", source)),)) if body else RowTests()
+
+
+def _joined(sources: Sequence[str]) -> str:
+    return "\n".join(source for source in sources if source)
 
 
 def _bound(setup: str) -> frozenset[str]:

@@ -94,9 +94,10 @@ def test_what_stands_beside_asserts_is_no_test_itself() -> None:
     tests = read_tests(
         {"tests": [helper, "x = f(1)", "assert x == doubled(1)"], "test_imports": ["import re"]}, "", None
     )
-    assert len(tests) == 1 and tests.setup == f"import re\n{helper}\nx = f(1)"
+    assert len(tests) == 1 and (tests.setup, tests.prepared) == ("import re", f"{helper}\nx = f(1)")
     assert tests.setup_inside() == "import re"
-    assert read_tests({"tests": [helper, "assert doubled(f(1)) == 2"]}, "", None).setup_inside() == helper
+    row = {"tests": [helper, "assert doubled(f(1)) == 2"], "test_setup_code": "class Node: pass"}
+    assert read_tests(row, "", None).setup_inside() == f"class Node: pass\n{helper}"
     assert len(read_tests({"tests": f"{helper}\nif doubled(1) != f(1):\n    raise ValueError"}, "", None)) == 1
 
 
