@@ -19,6 +19,7 @@ from megarl.agents.environment import Message
 from megarl.agents.tools import ToolCall
 from megarl.core.errors import TemplateRefusalError
 from megarl.core.types import TokenArray
+from megarl.data.answers import THINKING
 from megarl.data.calls import parse_arguments
 from megarl.data.chat import Tokenizer, apply_template, encode_behind, special_ids
 from megarl.data.spelled import APART, Spelled
@@ -34,8 +35,6 @@ QUICK = 2**20  # characters that are tokenised in about a second
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}
 _TALK = ("Name a colour.", "Blue.", "Another one.", "Red.", "The last one.")
 _THOUGHTS = "<think>\nThe sky has one.\n</think>\n\n"
-# What thinking stands between: of Qwen, DeepSeek, GLM and others; of Mistral.
-_THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 class ChatTemplate:
@@ -167,7 +166,7 @@ class ChatTemplate:
 
         Thinking without an end stays: as SGLang has it for Qwen's reasoning, a call may have ended it.
         """
-        for opens, closes in _THINKING:
+        for opens, closes in THINKING:
             if self._opened.endswith(opens) or text.lstrip().startswith(opens):
                 _, found, said = text.partition(closes)
                 return said if found else text

@@ -304,7 +304,9 @@ def _parameters(function: Callable[..., Any], where: str, skip: int = 0) -> type
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (hints[parameter.name], default)
     try:
-        made: type[BaseModel] = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        # Of no number all comparisons are false: `if amount > balance` lets it pass.
+        config = ConfigDict(extra="forbid", allow_inf_nan=False)
+        made: type[BaseModel] = create_model(name, __config__=config, **fields)
     except Exception as error:  # pydantic's, of several kinds
         raise UserError(f"{where}: {name} has a parameter of a type that nothing can be read as: {error}") from error
     return made

@@ -9,6 +9,8 @@ from typing import Any
 Answer = str | list[Any] | dict[str, Any]
 
 HASHES = "####"
+# What thinking stands between: of Qwen, DeepSeek, GLM and others; of Mistral.
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 BOXED = r"\boxed{"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _ESCAPED_OR_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # `\\` is the end of a line, and a brace behind it one
@@ -26,6 +28,16 @@ def accepted(answer: Answer) -> list[str]:
         kind = "an object" if isinstance(answer, dict) else "a list of other things than texts and numbers"
         raise ValueError(f"the row's answer is {kind}, with which no response can be compared")
     return texts if isinstance(answer, str) else [each for each in texts if each.strip()]
+
+
+def behind_thinking(text: str) -> str:
+    """What a response says behind its thinking, where that is marked in it: none of thinking that does not end.
+
+    What was only thought of is no answer: a guess among others earns nothing.
+    """
+    for begins, ends in THINKING:
+        text = text.rpartition(ends)[2].partition(begins)[0]
+    return text
 
 
 def final_answer(text: str) -> str | None:

@@ -45,6 +45,8 @@ _CHOICE = re.compile(
 )
 _MODULUS = re.compile(r"\(\s*\\?[bp]?mod\b\s*\{?\s*\d+\s*\}?\s*\)")
 _EQUALS = re.compile(r"(?<![!<>:\\])=")
+_ROUNDED = re.compile(r"\\(?:approx(?:eq)?|simeq)(?![A-Za-z])|≈|~=")
+_PRIME = re.compile(r"[A-Za-z)}]\s*(?:'(?![A-Za-z])|\^\s*\{?\s*\\prime)")  # of a derivative, and not of `Alice's`
 _PLAIN = re.compile(r"[+-]?\d{1,15}(?:,\d{3})*(?:\.\d{1,15}|/0{0,9}[1-9]\d{0,9})?")
 _NUMBER = re.compile(r"\\[dt]?frac\s*\{\d+\}\s*\{\d+\}|\d+(?:,\d{3})*(?:\.\d+)?(?:\s*/\s*\d+)?|\.\d+")
 _DENIED = re.compile(
@@ -66,6 +68,11 @@ def plain(text: str) -> str:
 
 def by_text(found: str, wanted: str) -> bool | None:
     """Whether two answers are equal, where their text alone decides; None where algebra may."""
+    if (
+        len({len(_PRIME.findall(_COMMAND.sub(_without_words, _EQUALS.split(text)[-1]))) for text in (found, wanted)})
+        > 1
+    ):
+        return False  # algebra leaves a prime out
     for told in (_side_by_side(found, wanted), _bases(found, wanted)):
         if told is not None:
             return told
@@ -114,10 +121,15 @@ def by_names(listed: list[str]) -> list[str]:
 
 
 def contradicts(text: str) -> bool:
-    """Whether it says that one number is another, `18 = 17`: of rounded ones a fiftieth may be between them."""
-    sides = [side for side in _EQUALS.split(text) if _PLAIN.fullmatch(side.strip("$ "))]
+    """Whether it says that one number is another, `18 = 17` or `18 ≈ 17`: of rounded ones a fiftieth may be between them.
+
+    Where it says that it rounds, half of one as well.
+    """
+    rounded = _ROUNDED.sub("=", text)
+    sides = [side for side in _EQUALS.split(rounded) if _PLAIN.fullmatch(side.strip("$ "))]
     numbers = [float(Fraction(re.sub(r"[\s,]", "", side.strip("$ ")))) for side in sides]
-    return any(abs(number - numbers[-1]) > abs(numbers[-1]) / 50 for number in numbers)
+    least = 0.0 if rounded == text else 0.5
+    return any(abs(number - numbers[-1]) > max(abs(numbers[-1]) / 50, least) for number in numbers)
 
 
 def has_one_number(text: str) -> bool:
@@ -206,6 +218,11 @@ def _renamed(text: str, names: dict[str, str]) -> str:
         pieces += [text[end : command.start()].translate(table), command[0]]
         end = command.end()
     return "".join([*pieces, text[end:].translate(table)])
+
+
+def _without_words(command: re.Match[str]) -> str:
+    """A command as it is, but for one that holds words."""
+    return "" if "{" in command[0] else command[0]
 
 
 def _opening(text: str) -> str:

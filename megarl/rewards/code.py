@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
+from megarl.data.answers import behind_thinking
 from megarl.recipe.reward import Code
 from megarl.rewards.code_tests import Pair, RowTests, last_block, read_tests, same_output, stripped
 from megarl.rewards.grade import Grade, Item, failed
@@ -62,7 +63,7 @@ class CodeGrader:
             tests = read_tests(item.metadata, item.answer, self._settings.field).first(self._settings.max_tests)
         except ValueError as error:
             return failed(f"error: {error}")
-        code = last_block(item.response)
+        code = last_block(behind_thinking(item.response))
         if code is None:
             return Grade(0.0)
         if self._settings.score == "all" and (why := self._beyond(tests)):
@@ -118,7 +119,8 @@ class CodeGrader:
     async def _checks(self, code: str, tests: RowTests, row: str) -> int:
         if not tests.checks:
             return 0
-        setup = (Check("assert", tests.setup),) if tests.setup else ()
+        before = tests.setup_inside()
+        setup = (Check("assert", before),) if before else ()
         result = await self._run(row, code, checks=setup + tuple(each.check for each in tests.checks))
         said = result.checked[len(setup) :]
         # Those that were not reached are missing at the end: they did not pass.

@@ -68,7 +68,7 @@ _SIGNS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
 }
 
 
-def apart(test: ast.expr) -> tuple[ast.expr, ast.expr] | None:
+def split(test: ast.expr) -> tuple[ast.expr, ast.expr] | None:
     """What of an assert runs inside, and the rest with VALUE in its place; None where that is not one part, or all of it."""
     inside: list[ast.expr] = []
     rest = _Parts(inside).visit(copy.deepcopy(test))

@@ -11,15 +11,16 @@ import base64
 import io
 import json
 import re
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.data.answers import Answer
-from megarl.rewards.code_asserts import apart, holds
-from megarl.sandbox.job import Check, Checked
+from megarl.rewards.code_apart import BUILTINS, apart, asks, bound_names, inside, prepares, root
+from megarl.rewards.code_asserts import holds, split
+from megarl.sandbox.job import MOST_VALUE, Check, Checked
 
 # Fields that data sets keep their tests in, in the order in which they are looked for; then the row's answer. Public tests are
 # last: they are often in the prompt, where a program can have read them.
@@ -67,10 +68,13 @@ class Expected:
 
     def met(self, said: Checked) -> bool:
         """Whether the check passed. What a value is, is judged here, where the code cannot reach."""
-        if not said.ok or self.check.kind == "assert":
+        if not said.ok or self.check.kind != "value":
             return said.ok
+        if len(said.text) > MOST_VALUE:
+            return False  # that was not the runner
         try:
-            value = ast.literal_eval(said.text)
+            with warnings.catch_warnings(action="ignore"):  # `1if 1else 1if ...` would fill a log
+                value = ast.literal_eval(said.text)
         except NO_LITERAL:
             return False  # a set of sets as well, which has no literal
         if self.rest is not None:
@@ -83,15 +87,23 @@ class Expected:
 
 @dataclass(frozen=True)
 class RowTests:
-    """A row's tests. setup: run after the code, before the checks; it is no test itself."""
+    """A row's tests. setup: what the row has run after the code, before the checks. prepared: what stands beside the checks, and
+    is no test itself.
+    """
 
     pairs: tuple[Pair, ...] = ()
     checks: tuple[Expected, ...] = ()
     setup: str = ""
+    prepared: str = ""
+
+    def setup_inside(self) -> str:
+        """What runs between the code and checks in its sandbox: the setup, which it may count on, and what else checks need."""
+        needed = inside(self.prepared, [each.check.source for each in self.checks if each.check.kind != "apart"])
+        return _joined([self.setup, needed])
 
     def first(self, count: int) -> RowTests:
         """The first so many."""
-        return RowTests(self.pairs[:count], self.checks[: max(0, count - len(self.pairs))], self.setup)
+        return replace(self, pairs=self.pairs[:count], checks=self.checks[: max(0, count - len(self.pairs))])
 
     def __len__(self) -> int:
         return len(self.pairs) + len(self.checks)
@@ -132,15 +144,37 @@ def read_tests(metadata: Mapping[str, Any], answer: Answer, field: str | None) -
 def _read_tests(metadata: Mapping[str, Any], answer: Answer, field: str | None) -> RowTests:
     found = _found(metadata, answer, field)
     for name, value in found:
-        if len(tests := _of(_decoded(name, value, metadata), metadata)):
-            if not tests.pairs and all(map(_only_defines, tests.checks)):
+        tests = _of(_decoded(name, value, metadata), metadata)
+        if len(tests):
+            if not tests.checks and not any(stripped(pair.stdout) for pair in tests.pairs):
                 raise ValueError(
-                    f"its field {name!r} calls nothing, and every program would pass: {_shown(tests.checks[0].check.source)}. A "
-                    "function `check` is called with what the row's entry_point names, others by the text itself"
+                    f"its field {name!r} wants no output of any input, and a program that does nothing would pass"
                 )
-            return RowTests(tests.pairs, tests.checks, _setup(metadata))
+            setup = _setup(metadata)
+            whole = _joined([setup, tests.prepared])
+            if tests.prepared:  # asserts that use what it defines are read knowing it
+                own = {**metadata, **dict.fromkeys(SETUP_FIELDS, ""), SETUP_FIELDS[0]: whole}
+                tests = _of(_decoded(name, value, own), own)
+            checks = tuple(_apart(each, whole, metadata) for each in tests.checks)
+            return replace(tests, checks=checks, setup=setup)
+        if tests.prepared:
+            raise ValueError(
+                f"its field {name!r} calls nothing, and every program would pass: {_shown(tests.prepared)}. A function "
+                "`check` is called with what the row's entry_point names, others by the text itself"
+            )
     names = ", ".join(repr(name) for name, _ in found)
     raise ValueError(f"its fields {names} hold no tests" if len(found) > 1 else f"its field {names} holds no tests")
+
+
+def _apart(expected: Expected, setup: str, metadata: Mapping[str, Any]) -> Expected:
+    """Statements run apart from the code where they can."""
+    if expected.check.kind != "assert":
+        return expected
+    messages = metadata.get("prompt_messages")
+    said = messages[-1]["content"] if isinstance(messages, list) and messages else metadata.get("prompt")
+    entry = metadata.get("entry_point")
+    prompt = said if isinstance(said, str) else ""
+    return replace(expected, check=apart(expected.check.source, setup, prompt, str(entry) if entry else None))
 
 
 def _found(metadata: Mapping[str, Any], answer: Answer, field: str | None) -> list[tuple[str, Any]]:
@@ -203,6 +237,7 @@ def _of(value: Any, metadata: Mapping[str, Any]) -> RowTests:
         return RowTests(
             tuple(pair for part in parts for pair in part.pairs),
             tuple(check for part in parts for check in part.checks),
+            prepared=_joined([part.prepared for part in parts]),
         )
     raise ValueError(f"these are no tests: {_shown(value)}")
 
@@ -267,14 +302,28 @@ def _code(source: str, metadata: Mapping[str, Any]) -> RowTests:
         body = ast.parse(source).body
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"these are neither JSON nor Python: {_shown(source)} ({error})") from None
+    ours = _bound(_setup(metadata))
     if body and all(isinstance(each, ast.Assert) for each in body):
-        return RowTests(checks=tuple(_assert(each) for each in body if isinstance(each, ast.Assert)))
+        return RowTests(checks=tuple(_assert(each, ours) for each in body if isinstance(each, ast.Assert)))
     entry = metadata.get("entry_point")
     if entry and (asserts := _of_check(body, str(entry))):
-        return RowTests(checks=tuple(map(_assert, asserts)))
+        return RowTests(checks=tuple(_assert(each, ours) for each in asserts))
     if entry and any(isinstance(each, ast.FunctionDef) and each.name == "check" for each in body):
         source = f"{source}\ncheck({entry})"
+    elif prepares(body):
+        return RowTests(prepared=source)
     return RowTests(checks=(Expected(Check("assert", source)),)) if body else RowTests()
+
+
+def _joined(sources: Sequence[str]) -> str:
+    return "\n".join(source for source in sources if source)
+
+
+def _bound(setup: str) -> frozenset[str]:
+    try:
+        return frozenset(bound_names(setup))
+    except SyntaxError:
+        return frozenset()
 
 
 def _of_check(body: list[ast.stmt], entry: str) -> list[ast.Assert]:
@@ -300,18 +349,11 @@ def _is_constant(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Constant) and bool(statement.test.value)
 
 
-def _only_defines(expected: Expected) -> bool:
-    """Whether statements say and call nothing, beside what stands in definitions."""
-    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    body = [] if expected.check.kind == "value" else ast.parse(expected.check.source).body
-    says = (ast.walk(each) for each in body if not isinstance(each, definitions))
-    return bool(body) and not any(
-        isinstance(each, ast.Assert | ast.Call | ast.Raise) for each in chain.from_iterable(says)
-    )
+def _assert(statement: ast.Assert, ours: frozenset[str]) -> Expected:
+    """An assert that compares with a literal has its other side sent alone, so that the code never sees what is wanted.
 
-
-def _assert(statement: ast.Assert) -> Expected:
-    """An assert that compares with a literal has its other side sent alone, so that the code never sees what is wanted."""
+    ours: names of the tests' own.
+    """
     test = statement.test
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         sides = (test.left, test.comparators[0])
@@ -319,18 +361,19 @@ def _assert(statement: ast.Assert) -> Expected:
         if isinstance(test.ops[0], ast.Eq) and (values[0] is None) != (values[1] is None):
             literal = values[0] or values[1]
             assert literal is not None
-            return Expected(Check("value", ast.unparse(sides[0] if values[0] is None else sides[1])), literal[0])
-        if isinstance(test.ops[0], ast.Is) and values[1] is not None and values[0] is None:
+            if asks(side := sides[0] if values[0] is None else sides[1], ours):
+                return Expected(Check("value", ast.unparse(side)), literal[0])
+        if isinstance(test.ops[0], ast.Is) and values[1] is not None and values[0] is None and asks(sides[0], ours):
             return Expected(Check("value", ast.unparse(sides[0])), values[1][0], exactly=True)
-    source = ast.unparse(statement)
+    if (found := split(test)) is not None and asks(found[0], ours):
+        return Expected(Check("value", ast.unparse(found[0])), rest=found[1])
     said, denied = (
         (test.operand, True) if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else (test, False)
     )
-    if isinstance(said, ast.Call):  # whether yes is right, the code does not see
+    # Whether yes is right, the code does not see.
+    if isinstance(said, ast.Call) and root(said) not in BUILTINS | ours and asks(said, ours):
         return Expected(Check("value", f"not not {ast.unparse(said)}"), not denied)
-    if (found := apart(test)) is not None:
-        return Expected(Check("value", ast.unparse(found[0])), rest=found[1])
-    return Expected(Check("assert", source))
+    return Expected(Check("assert", ast.unparse(statement)))
 
 
 def _literal(node: ast.expr) -> tuple[Any] | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from megarl.data.answers import BOXED, Answer, accepted, final_answer
+from megarl.data.answers import BOXED, Answer, accepted, behind_thinking, final_answer
 from megarl.rewards.answer_cost import MOST_CHARACTERS, costly
 from megarl.rewards.answer_forms import (
     by_names,
@@ -44,7 +44,7 @@ def math(prompt: str, response: str, answer: Answer, metadata: dict[str, Any]) -
 
     The answer may itself be marked (a worked solution), or stand alone. Of several any is right.
     """
-    found = final_answer(response)
+    found = final_answer(behind_thinking(response))
     if found is None:
         return 0.0
     return float(any(equal(found, final_answer(each) or each.strip()) for each in accepted(answer)))

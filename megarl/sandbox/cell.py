@@ -16,8 +16,9 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,19 @@ from megarl.core.janitor import RUN_ID_VARIABLE
 from megarl.core.log import get_logger
 from megarl.sandbox import bubblewrap, kernel, watch
 from megarl.sandbox.cgroups import Group
-from megarl.sandbox.job import MIB, SCRIPT, STDIN, Checked, Ending, Job, Limits, Result
+from megarl.sandbox.job import MIB, SCRIPT, STDIN, Check, Checked, Ending, Job, Limits, Result
+from megarl.sandbox.stream import Stream
 
 log = get_logger(__name__)
 
 READY_S = 30.0  # from its start until it waits for a job; on a machine under load it takes seconds
 GONE_S = 10.0  # from its killing until the kernel has ended all of it
 REMOVE_S = 0.005  # between tries to remove its control group
-MOST_SAID = 2**18  # bytes of what one check says
-BLOCK = 65536
+MOST_SAID = 2**20  # bytes of what one check says
+# Answers what a sandbox with tests asks of the one with the code.
+Answer = Callable[[bytes], Awaitable[bytes]]
+# Runs a check apart from the code, in so many seconds at most.
+Judge = Callable[[Check, Answer, float], "Awaitable[Judged]"]
 
 
 class StartError(MegarlError):
@@ -57,48 +62,12 @@ class Settings:
     by_group: bool
 
 
-class Stream:
-    """What a sandbox writes into a pipe, up to a bound; the rest is read and forgotten."""
+@dataclass(frozen=True)
+class Judged:
+    """What a check apart from the code came to; None where it has to run beside it. seconds: that it took, once it began."""
 
-    def __init__(self, limit: int, over: Callable[[], None]) -> None:
-        """over: called where more is written."""
-        self._left = limit
-        self._over = over
-        self._parts: list[bytes] = []
-        self.cut = False
-        self.ended = asyncio.get_running_loop().create_future()
-        self._fd, self.write_end = os.pipe()
-        os.set_blocking(self._fd, False)
-        asyncio.get_running_loop().add_reader(self._fd, self._read)
-
-    def _read(self) -> None:
-        try:
-            data = os.read(self._fd, BLOCK)
-        except BlockingIOError:
-            return
-        if not data:
-            self.close()
-            return
-        if self._left:
-            self._parts.append(data[: self._left])
-        if len(data) > self._left and not self.cut:
-            self.cut = True
-            self._over()
-        self._left = max(0, self._left - len(data))
-
-    def close(self) -> None:
-        """Read nothing more."""
-        if self._fd >= 0:
-            asyncio.get_running_loop().remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    def text(self) -> str:
-        """What was written. Where it was cut, the last line says so."""
-        data = b"".join(self._parts)
-        return data.decode(errors="replace") + (f"\n[cut after {len(data)} bytes]\n" if self.cut else "")
+    checked: Checked | None
+    seconds: float
 
 
 class Cell:
@@ -157,17 +126,24 @@ class Cell:
         except ProcessLookupError:
             raise StartError("a sandbox ended as soon as it was ready") from None
 
-    async def run(self, job: Job) -> Result:
-        """Run a program until it ends, by itself or at a bound; then nothing of the sandbox is left."""
+    async def run(self, job: Job, judge: Judge | None = None, answer: Answer | None = None) -> Result:
+        """Run a program until it ends, by itself or at a bound; then nothing of the sandbox is left.
+
+        judge: runs those of its checks that are apart. answer: to what the program itself asks of another sandbox.
+        Raises StartError where no sandbox comes up for a check.
+        """
         loop = asyncio.get_running_loop()
         began = loop.time()
-        timer = loop.call_later(job.timeout_s, self.end, "timeout", f"it ran for longer than {job.timeout_s:g} s")
-        talk = loop.create_task(self._talk(job))
+        self._left_s, self._over = job.timeout_s, f"it ran for longer than {job.timeout_s:g} s"
+        self._begin_time()
+        talk = loop.create_task(self._talk(job, judge, answer))
         try:
             status = await asyncio.shield(self.exited)
             seconds = loop.time() - began
+            if talk.done() and (error := talk.exception()) is not None:
+                raise error
         finally:
-            timer.cancel()
+            self._stop_time()
             talk.cancel()
         if self.group is not None and self.group.memory_kills():
             self.end("memory", self._memory_words())
@@ -260,25 +236,69 @@ class Cell:
             checked=tuple(self._checked),
         )
 
-    async def _talk(self, job: Job) -> None:
+    def _begin_time(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._since, self._timer = loop.time(), loop.call_later(self._left_s, self.end, "timeout", self._over)
+
+    def _stop_time(self) -> None:
+        self._timer.cancel()
+        self._left_s -= asyncio.get_running_loop().time() - self._since
+
+    async def _talk(self, job: Job, judge: Judge | None, answer: Answer | None) -> None:
         """Send the job; once the program has run, send its checks, and read what they say."""
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(OSError, EOFError):  # it ended, which is told elsewhere
+        try:
             await loop.sock_sendall(self._channel, _frame(_words_of(job, self.settings.limits)))
+            while answer is not None:
+                await self._answer(answer)
             if not job.checks:
                 return
             await self._said()
-            await loop.sock_sendall(self._channel, _frame([(check.kind, check.source) for check in job.checks]))
-            for _ in job.checks:
-                said = await self._said()
-                self._checked.append(Checked(said[:1] == b"+", said[1:].decode(errors="replace")))
+            for check in job.checks:
+                self._checked.append(await self._check(check, judge))
             if self._ended is None:
                 self._finished = True
                 self._kill()
+        except (OSError, EOFError):
+            return  # it ended, which is told elsewhere
+        except StartError:
+            self._kill()
+            raise
 
-    async def _said(self) -> bytes:
+    async def _answer(self, answer: Answer) -> None:
+        """Answer one question."""
+        question = await self._said(self.settings.limits.input_bytes)
+        try:
+            said = await answer(question)
+        except (OSError, EOFError):  # the one that it asks has ended
+            self._kill()
+            raise
+        await asyncio.get_running_loop().sock_sendall(self._channel, _frame(said))
+
+    async def _check(self, check: Check, judge: Judge | None) -> Checked:
+        if check.kind == "apart":
+            assert judge is not None, "nobody runs checks apart"
+            self._stop_time()  # until the other sandbox has started, it has nothing to do
+            try:
+                judged = await judge(check, self._call, max(self._left_s, 0.001))
+                self._left_s -= judged.seconds
+            finally:
+                if not self.exited.done():
+                    self._begin_time()
+            if judged.checked is not None:
+                return judged.checked
+        return _checked(await self._asked("value" if check.kind == "value" else "assert", check.source))
+
+    async def _call(self, question: bytes) -> bytes:
+        return await self._asked("call", question.decode(errors="replace"))
+
+    async def _asked(self, kind: str, source: str) -> bytes:
+        await asyncio.get_running_loop().sock_sendall(self._channel, _frame((kind, source)))
+        return await self._said()
+
+    async def _said(self, most: int = MOST_SAID) -> bytes:
         size = int.from_bytes(await self._exactly(8), "little")
-        if size > MOST_SAID:
+        if size > most:
             raise EOFError  # that was not the runner
         return await self._exactly(size)
 
@@ -301,8 +321,19 @@ def _words_of(job: Job, limits: Limits) -> dict[str, object]:
         "stdin": job.stdin,
         "files": list(job.files.items()),
         "checked": bool(job.checks),
+        "asks": list(job.asks),
+        "stand_ins": _stand_ins() if job.asks else "",
         "limits": bubblewrap.process_limits(limits),
     }
+
+
+@cache
+def _stand_ins() -> str:
+    return Path(__file__).with_name("stand_ins.py").read_text()
+
+
+def _checked(said: bytes) -> Checked:
+    return Checked(said[:1] == b"+", said[1:].decode(errors="replace"))
 
 
 def _settle(future: asyncio.Future[None]) -> None:

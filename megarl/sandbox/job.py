@@ -10,6 +10,7 @@ from megarl.core.errors import UserError
 
 MIB = 2**20
 MOST_VALUE = 65536  # characters of a check's value; runner.py, which imports nothing of megarl, has the same
+BESIDE = 77  # exit code of a check that cannot be run apart from the code; stand_ins.py has the same
 LEAST_MEMORY_BYTES = 48 * MIB  # Python itself, and bubblewrap around it
 # The script's own name, where its files are, and its standard input. They may not be given as files.
 SCRIPT, STDIN = "main.py", ".stdin"
@@ -52,19 +53,21 @@ class Limits:
 @dataclass(frozen=True)
 class Check:
     """One line that is run after the code, in its names. value: an expression, whose value comes back as text, so that
-    somebody outside compares it. assert: statements, which pass where they raise nothing.
+    somebody outside compares it. assert: statements, which pass where they raise nothing. apart: such statements, in a
+    sandbox of their own, where `names` stand for those of the code: what is wanted, the code never sees.
     """
 
-    kind: Literal["value", "assert"]
+    kind: Literal["value", "assert", "apart"]
     source: str
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Checked:
     """What a check came to. ok: it ran without raising. text: the value as a Python literal, or what went wrong.
 
-    It comes from the process that the code ran in: code that sets out to can say so of an `assert` that did not pass. A
-    value it would have to know.
+    But for `apart` it comes from the process that the code ran in: code that sets out to can say so of an `assert` that did
+    not pass. A value it would have to know.
     """
 
     ok: bool
@@ -73,13 +76,17 @@ class Checked:
 
 @dataclass(frozen=True)
 class Job:
-    """One program. files: by path below its folder, which it is started in. checks: run after it, where there are any."""
+    """One program. files: by path below its folder, which it is started in. checks: run after it, where there are any.
+
+    asks: names that stand for those of the program in another sandbox.
+    """
 
     code: str
     stdin: bytes = b""
     files: Mapping[str, bytes] = field(default_factory=dict)
     timeout_s: float = Limits.timeout_s
     checks: tuple[Check, ...] = ()
+    asks: tuple[str, ...] = ()
 
     def num_bytes(self) -> int:
         """What is sent into the sandbox."""

@@ -24,8 +24,8 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.core.log import get_logger
 from megarl.sandbox import bubblewrap, cgroups, kernel, refusal, seccomp, watch, wire
-from megarl.sandbox.cell import Cell, Settings, StartError
-from megarl.sandbox.job import InForce, Job, Limits, Result
+from megarl.sandbox.cell import Answer, Cell, Judged, Settings, StartError
+from megarl.sandbox.job import BESIDE, Check, Checked, InForce, Job, Limits, Result
 
 log = get_logger(__name__)
 
@@ -63,7 +63,7 @@ class Children:
 
 
 class Keeper:
-    """Keeps `size` sandboxes, those that wait and those that run together."""
+    """Keeps `size` sandboxes, those that wait and those that run together, and one more for each check that runs apart."""
 
     def __init__(
         self, settings: Settings, groups: cgroups.Groups | None, size: int, writer: asyncio.StreamWriter
@@ -71,6 +71,7 @@ class Keeper:
         self._settings = settings
         self._groups = groups
         self._size = size
+        self._apart = 0  # checks that run apart from their code
         self._writer = writer
         self._children = Children()
         self._warm: asyncio.Queue[Cell | StartError] = asyncio.Queue()
@@ -104,7 +105,7 @@ class Keeper:
 
     async def close(self) -> None:
         """End all sandboxes; returns when they are gone, within a deadline."""
-        self._size = 0
+        self._size = -(10**9)  # no more are started
         for task in (*self._jobs.values(), *self._tasks):
             task.cancel()
         with contextlib.suppress(TimeoutError):
@@ -122,21 +123,32 @@ class Keeper:
     async def _serve(self, number: int, job: Job) -> None:
         """Run one job in the next sandbox that is ready, and say what came of it."""
         try:
-            self._say(wire.Done(number, await self._run(job)))
+            self._say(wire.Done(number, await self._run(await self._take(), job)))
         except StartError as error:
             self._say(wire.Done(number, None, refusal.explain(str(error))))
 
     def _forget(self, number: int, _: object) -> None:
         del self._jobs[number]
 
-    async def _run(self, job: Job) -> Result:
-        cell = await self._take()
+    async def _run(self, cell: Cell, job: Job, answer: Answer | None = None) -> Result:
         self._running.add(cell)
         try:
-            return await cell.run(job)
+            return await cell.run(job, self._judge, answer)
         finally:
             self._running.discard(cell)
             self._later(self._retire(cell))
+
+    async def _judge(self, check: Check, answer: Answer, timeout_s: float) -> Judged:
+        """Run a check apart from the code that it calls. Raises StartError."""
+        self._apart += 1
+        try:
+            async with self._at_once:  # none that is ready: jobs that wait for one may be as many as there are
+                cell = await self._start()
+            result = await self._run(cell, Job(check.source, timeout_s=timeout_s, asks=check.names), answer)
+        finally:
+            self._apart -= 1
+        beside = result.exit_code == BESIDE
+        return Judged(None if beside else Checked(result.ended == "ok", result.stderr), result.seconds)
 
     async def _take(self) -> Cell:
         """The next sandbox that is ready. Raises StartError where none comes up."""
@@ -166,11 +178,14 @@ class Keeper:
         except StartError:
             await self._end(cell)
             raise
+        except asyncio.CancelledError:  # the job that it was for is given up
+            self._later(self._retire(cell))
+            raise
         return cell
 
     def _stock(self) -> None:
         """Start as many as there should be."""
-        while len(self._cells) + self._starting < self._size:
+        while len(self._cells) + self._starting < self._size + self._apart:
             self._starting += 1
             self._later(self._add())
 

@@ -5,6 +5,7 @@ It imports nothing of megarl, and little else: what it imports, every sandbox pa
 
 from __future__ import annotations
 
+import _operator
 import _socket
 import builtins
 import marshal
@@ -14,10 +15,26 @@ import sys
 
 TYPE_CHECKING = False  # `typing` itself would take longer to import than all of this
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 FOLDER = "/tmp"
 MOST_TEXT = 65536  # characters of a value or an error that go back
+MOST_TOLD = 2**19  # of what goes from one sandbox to another
+# Values beside the built-in ones that go there, and what each is made of.
+MADE: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "builtins.range": lambda value: (value.start, value.stop, value.step),
+    "builtins.bytearray": lambda value: (bytes(value),),
+    "builtins.frozenset": lambda value: ([*value],),
+    "collections.deque": lambda value: ([*value],),
+} | dict.fromkeys(
+    (
+        "fractions.Fraction",
+        "decimal.Decimal",
+        *(f"datetime.{name}" for name in ("date", "time", "datetime", "timedelta")),
+    ),
+    lambda value: tuple(value.__reduce__()[1]),
+)
 
 
 class Channel:
@@ -50,44 +67,118 @@ class Channel:
         while size:
             part = self.socket.recv(min(size, 1 << 20))
             if not part:
-                os._exit(0)  # nobody wants this sandbox any more
+                os._exit(1)  # nobody wants this sandbox any more
             parts.append(part)
             size -= len(part)
         return b"".join(parts)
 
 
-def literal(value: Any, depth: int = 0) -> str:
-    """The value as a literal, of the built-in types alone: what a subclass says of itself does not count."""
+class NoLiteralError(ValueError):
+    """Of a value that is no data."""
+
+
+class Held:
+    """What stays in the other sandbox. reference: the expression that it is there."""
+
+    __slots__ = ("_reference",)
+    _reference: str
+
+
+def literal(value: Any, depth: int = 0, far: bool = False) -> str:
+    """The value as a literal, of the built-in types alone: what a subclass says of itself does not count.
+
+    far: as an expression that the other sandbox of two reads, which has a few more types.
+    """
     if depth > 50:
         raise ValueError("it is nested too deeply")
+    kind = type(value)
+    if far and issubclass(kind, Held):
+        return str(value._reference)
+    text = _atom(value, kind, far)
+    return _several(value, kind, depth + 1, far) if text is None else text
+
+
+def _atom(value: Any, kind: type[Any], far: bool) -> str | None:
+    """A single value as a literal; None where it is none."""
     if value is None or value is True or value is False:
         return repr(value)
-    kind = type(value)
-    for plain in (int, float, complex, str, bytes):
-        if issubclass(kind, plain):
-            text = str(plain.__repr__(value))
-            if plain is float:
-                text = text.replace("inf", "1e999")
-            if plain in (float, complex) and "n" in text:
-                raise ValueError(f"{text} has no literal")
-            return text
+    plain = next((each for each in (int, float, complex, str, bytes) if issubclass(kind, each)), None)
+    if plain is None:
+        return None
+    if plain is int and far and int.bit_length(value) > 4096:
+        return int.__format__(value, "#x")  # of decimal digits Python reads no more than 4300
+    text = str(plain.__repr__(value))
+    if plain is float:
+        text = text.replace("inf", "1e999")
+    if plain in (float, complex) and "n" in text:
+        if not far or plain is complex:
+            raise ValueError(f"{text} has no literal")
+        text = "_made('builtins.float', 'nan')"
+    return text
+
+
+def _several(value: Any, kind: type[Any], depth: int, far: bool) -> str:
+    """What holds other values, as a literal."""
     if issubclass(kind, dict):
-        pairs = [f"{literal(k, depth + 1)}: {literal(v, depth + 1)}" for k, v in dict.items(value)]
+        pairs = [f"{literal(k, depth, far)}: {literal(v, depth, far)}" for k, v in dict.items(value)]
         return "{" + ", ".join(pairs) + "}"
-    if issubclass(kind, list):
-        return "[" + "".join(literal(each, depth + 1) + ", " for each in list.__iter__(value)) + "]"
-    if issubclass(kind, tuple):
-        return "(" + "".join(literal(each, depth + 1) + ", " for each in tuple.__iter__(value)) + ")"
-    for several in (set, frozenset):
-        if issubclass(kind, several):
-            inside = "".join(literal(each, depth + 1) + ", " for each in several.__iter__(value))
-            return "{" + inside + "}" if inside else "set()"
-    raise ValueError(f"it is a {kind.__name__}, which has no literal")
+    for plain, brackets in ((list, "[]"), (tuple, "()"), (set, "{}"), (frozenset, "{}")):
+        if issubclass(kind, plain) and not (far and plain is frozenset):  # which a set may hold
+            inside = "".join(literal(each, depth, far) + ", " for each in plain.__iter__(value))
+            return brackets[0] + inside + brackets[1] if inside or brackets != "{}" else "set()"
+    name = "builtins.frozenset" if issubclass(kind, frozenset) else f"{kind.__module__}.{kind.__qualname__}"
+    if far and name in MADE:
+        return f"_made({name!r}, *{literal(MADE[name](value), depth, far)})"
+    raise NoLiteralError(f"it is a {kind.__name__}, which has no literal")
 
 
-def check(kind: str, source: str, names: dict[str, Any]) -> bytes:
+def made(name: str, *given: Any) -> Any:
+    """A value of one of the types in MADE, or what is no number."""
+    module, _, kind = name.rpartition(".")
+    return getattr(__import__(module), kind)(*given)
+
+
+def done(name: str) -> Any:
+    """A function of Python's own by its name, whatever the code calls so."""
+    return getattr(builtins, name, None) or getattr(_operator, name)
+
+
+class Kept:
+    """For another sandbox: calls what it asks for, and keeps what is no data."""
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+        self.names = {"_made": made, "_do": done, "_call": self.call, "_held": self._values}
+
+    def call(self, function: Any, given: list[Any], named: dict[str, Any]) -> str:
+        """What a call gives, with those of its arguments that it has changed."""
+        before = [_changing(each) for each in given]
+        value = function(*given, **named)
+        texts = zip(before, map(_changing, given), strict=True)
+        after = {number: given[number] for number, (was, now) in enumerate(texts) if now not in (was, None)}
+        try:
+            return literal(("value", value, after), 0, True)
+        except ValueError:
+            self._values.append(value)
+            return literal(("held", len(self._values) - 1, after), 0, True)
+
+
+def _changing(value: Any) -> str | None:
+    """An argument that a call may change, as text; None where it cannot be, or holds what is no data."""
+    try:
+        return literal(value, 0, True) if type(value) in (list, dict, set) else None
+    except ValueError:
+        return None
+
+
+def check(kind: str, source: str, names: dict[str, Any], kept: Kept) -> bytes:
     """One check of the job: `+` and its value, or `-` and what went wrong."""
     try:
+        if kind == "call":
+            text: str = eval(compile(source, "<check>", "eval"), names, kept.names)
+            if len(text) > MOST_TOLD:
+                raise ValueError(f"its value has {len(text)} characters")
+            return b"+" + text.encode("utf-8", "backslashreplace")
         if kind == "value":
             text = literal(eval(compile(source, "<check>", "eval"), names))
             if len(text) > MOST_TEXT:
@@ -117,14 +208,17 @@ def put(name: str, data: bytes) -> None:
         file.write(data)
 
 
-def run(job: dict[str, Any], channel: Channel | None) -> None:
-    """Run the program as `__main__`, then its checks."""
+def run(job: dict[str, Any], channel: Channel | None, far: Channel | None) -> None:
+    """Run the program as `__main__`, then its checks. far: leads to what the program calls in another sandbox."""
     main = type(sys)("__main__")
     main.__dict__["__builtins__"] = builtins
     main.__dict__["__file__"] = job["script"]
     sys.modules["__main__"] = main
     sys.argv = [job["script"]]
     sys.path.insert(0, FOLDER)
+    if far is not None:
+        exec(compile(job["stand_ins"], "<stand_ins>", "exec"), globals())
+        main.__dict__.update(globals()["stand_ins"](job["asks"], far))
     try:
         # As in this file, annotations are not evaluated: answers say `List[int]` and leave the import to whoever grades them.
         exec(compile(job["code"], job["script"], "exec"), main.__dict__)
@@ -142,8 +236,10 @@ def run(job: dict[str, Any], channel: Channel | None) -> None:
         if not getattr(sys.stdout, "closed", True):  # the program may have closed it, or have put nothing in its place
             sys.stdout.flush()
         channel.write(b"done")  # only now the checks come
-        for kind, source in channel.read():
-            channel.write(check(kind, source, main.__dict__))
+        kept = Kept()
+        while True:
+            kind, source = channel.read()
+            channel.write(check(kind, source, main.__dict__, kept))
 
 
 def start() -> None:
@@ -160,12 +256,12 @@ def start() -> None:
     source = os.open(os.path.join(FOLDER, job["input"]), os.O_RDONLY)
     os.dup2(source, 0)
     os.close(source)
-    channel = opened if job["checked"] else None
-    if channel is None:
+    channel, far = (opened if job[what] else None for what in ("checked", "asks"))
+    if channel is None and far is None:
         opened.socket.close()
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # what `site` gives, which is not loaded
     bound(job["limits"])
-    run(job, channel)
+    run(job, channel, far)
 
 
 start()

@@ -77,6 +77,16 @@ def called(*calls: tuple[str, Any], timeout_s: float = 5.0) -> list[Result]:
         ("multiply", "", "error: wrong arguments: left: Field required"),
         ("multiply", "[1]", "error: wrong arguments: arguments: Input should be an object"),
         ("multiply", "{", "error: wrong arguments: arguments: Invalid JSON"),
+        (
+            "count",
+            '{"words": [], "weights": {"a": NaN}}',
+            "error: wrong arguments: weights.a: Input should be a finite number",
+        ),
+        (
+            "count",
+            {"words": [], "weights": {"a": "-inf"}},
+            "error: wrong arguments: weights.a: Input should be a finite number",
+        ),
         ("look_up", {"word": "x", "language": "fr"}, "error: wrong arguments: language: Input should be 'en' or 'de'"),
         ("fails", {"why": "no"}, "error: fails raised KeyError: 'no'"),
         ("exits", {"code": 3}, "error: exits raised RuntimeError: it exits (3)"),

@@ -47,10 +47,11 @@ def test_all_or_a_share_of_the_tests_pass() -> None:
         (block("def f(x): raise SystemExit"), DOUBLE),
         (block("syntax error"), DOUBLE),
         ("no code at all", ADD),
+        (f"<think>{block(RIGHT)}</think>I would say 3.", ADD),
     ]
-    assert [each.reward for each in grades(cases)] == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [each.reward for each in grades(cases)] == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     shares = [each.reward for each in grades(cases, score="share")]
-    assert shares == pytest.approx([1.0, 2 / 3, 1.0, 3 / 4, 0.0, 0.0, 0.0])
+    assert shares == pytest.approx([1.0, 2 / 3, 1.0, 3 / 4, 0.0, 0.0, 0.0, 0.0])
 
 
 def test_it_is_one_of_the_graders_of_a_recipe() -> None:
@@ -126,13 +127,16 @@ frame = sys._getframe()
 while 'channel' not in frame.f_locals: frame = frame.f_back
 channel = frame.f_locals['channel']
 channel.write(b'done')
-for kind, source in channel.read(): channel.write(b'+' + SAID)
-time.sleep(600)"""
-FORGED = ("", "True", "2", "2.0", "set([2, 3])", "[2, 3]")
+while True:
+    kind, source = channel.read()
+    channel.write(b'+' + SAID)"""
+FORGED = ("", "True", "2", "2.0", "set([2, 3])", "[2, 3]", "('value', True, {})")
 LENIENT = {
     "close": {"test_list": ["assert abs(f(1) - 7.0) < 1e-6"]},
     "a set": {"test_list": ["assert set(f(1)) == set([4, 5])"]},
     "not": {"test_list": ["assert f(1)", "assert not f(0)"]},
+    "isclose": {"test_list": ["import math", "assert math.isclose(f(1), 7.0)"]},
+    "all": {"test_list": ["assert all(f(x) == y for x, y in [(1, 7), (0, 7)])"]},
     "check": {"test": "def check(candidate):\n    assert candidate(1) == 7", "entry_point": "f"},
 }
 
@@ -142,8 +146,10 @@ def test_a_verdict_cannot_be_said_in_the_runners_place() -> None:
     forged = [block(IN_THE_RUNNERS_PLACE.replace("SAID", repr(said.encode()))) for said in FORGED]
     found = grades([(code, row) for code in forged for row in LENIENT.values()], timeout_s=5.0)
     assert found == [Grade(0.0)] * len(found)
-    honest = ["def f(x): return 7.0000001", "def f(x): yield from (5, 4)", "def f(x): return x", "def f(x): return 7"]
-    assert grades([(block(code), row) for code, row in zip(honest, LENIENT.values(), strict=True)]) == [Grade(1.0)] * 4
+    seven = "def f(x): return 7"
+    honest = ["def f(x): return 7.0000001", "def f(x): yield from (5, 4)", "def f(x): return x", seven, seven, seven]
+    found = grades([(block(code), row) for code, row in zip(honest, LENIENT.values(), strict=True)])
+    assert found == [Grade(1.0)] * len(honest)
 
 
 def test_infinity_comes_out_of_a_sandbox() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards.code_asserts import apart, holds
+from megarl.rewards.code_asserts import holds, split
 
 
-def split(source: str) -> tuple[str, ast.expr] | None:
-    found = apart(ast.parse(source, mode="eval").body)
+def taken(source: str) -> tuple[str, ast.expr] | None:
+    found = split(ast.parse(source, mode="eval").body)
     return None if found is None else (ast.unparse(found[0]), found[1])
 
 
@@ -34,7 +34,7 @@ def split(source: str) -> tuple[str, ast.expr] | None:
     ],
 )
 def test_the_rest_is_decided_outside(source: str, inside: str, right: Any, wrong: Any) -> None:
-    found = split(source)
+    found = taken(source)
     assert found is not None and found[0] == inside
     assert holds(found[1], right) and not holds(found[1], wrong)
 
@@ -54,7 +54,7 @@ def test_the_rest_is_decided_outside(source: str, inside: str, right: Any, wrong
     ],
 )
 def test_what_has_not_one_call_stays_whole(source: str) -> None:
-    assert split(source) is None
+    assert taken(source) is None
 
 
 @pytest.mark.parametrize(
@@ -70,5 +70,5 @@ def test_what_has_not_one_call_stays_whole(source: str) -> None:
     ],
 )
 def test_what_would_be_large_does_not_hold(source: str, value: Any) -> None:
-    found = split(source)
+    found = taken(source)
     assert found is not None and not holds(found[1], value)

@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import time
+import warnings
 import zlib
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rewards.code_tests import Expected, Pair, RowTests, last_block, read_tests, same_output
-from megarl.sandbox.job import Check, Checked
+from megarl.sandbox.job import MOST_VALUE, Check, Checked
 
 PAIRS = (Pair("1 2\n", "3\n"), Pair("4 5\n", "9\n"))
 
@@ -73,7 +74,7 @@ def test_asserts() -> None:
 def test_other_statements_are_one_test() -> None:
     source = "def check(candidate):\n    for x in [1]:\n        assert candidate(x) == 2"
     assert read_tests({"test": source, "entry_point": "f"}, "", None).checks == (
-        Expected(Check("assert", f"{source}\ncheck(f)")),
+        Expected(Check("apart", f"{source}\ncheck(f)", ("f",))),
     )
 
 
@@ -84,12 +85,19 @@ def test_a_check_function_of_asserts_alone_is_as_many_tests() -> None:
         Expected(Check("value", "not not f(0)"), False),
     )
     looped = f"{source}\n    for x in range(3):\n        assert c(x) == x"
-    assert [each.check.kind for each in read_tests({"test": looped, "entry_point": "f"}, "", None).checks] == ["assert"]
+    assert [each.check.kind for each in read_tests({"test": looped, "entry_point": "f"}, "", None).checks] == ["apart"]
 
 
-def test_definitions_beside_tests_are_no_mistake() -> None:
+def test_what_stands_beside_asserts_is_no_test_itself() -> None:
+    """Whatever the code is, it would pass."""
     helper = "def doubled(number):\n    return 2 * number"
-    assert len(read_tests({"tests": [helper, "assert f(1) == doubled(1)"]}, "", None)) == 2
+    tests = read_tests(
+        {"tests": [helper, "x = f(1)", "assert x == doubled(1)"], "test_imports": ["import re"]}, "", None
+    )
+    assert len(tests) == 1 and (tests.setup, tests.prepared) == ("import re", f"{helper}\nx = f(1)")
+    assert tests.setup_inside() == "import re"
+    row = {"tests": [helper, "assert doubled(f(1)) == 2"], "test_setup_code": "class Node: pass"}
+    assert read_tests(row, "", None).setup_inside() == f"class Node: pass\n{helper}"
     assert len(read_tests({"tests": f"{helper}\nif doubled(1) != f(1):\n    raise ValueError"}, "", None)) == 1
 
 
@@ -157,6 +165,12 @@ def test_a_pickle_is_never_opened() -> None:
             None,
             "what the row's entry_point names",
         ),
+        ({"tests": ["x = f(1)", "def test_x():\n    assert x"]}, None, "its field 'tests' calls nothing"),
+        (
+            {"tests": {"inputs": ["1", "2"], "outputs": ["", "\n"]}},
+            None,
+            "its field 'tests' wants no output of any input",
+        ),
         ({"tests": "[" * 5000}, None, "its tests cannot be read: RecursionError"),
         ({"tests": f"assert f({'-' * 5000}1) == 1"}, None, "its tests cannot be read: RecursionError"),
     ],
@@ -186,6 +200,15 @@ def test_what_is_no_test_is_said(row: dict[str, Any], field: str | None, says: s
 def test_values_are_judged_outside(expected: Expected, text: str, met: bool) -> None:
     assert expected.met(Checked(True, text)) is met
     assert not expected.met(Checked(False, text))
+
+
+def test_what_code_says_in_the_runners_place_fills_no_log_and_takes_no_time() -> None:
+    wanted = Expected(Check("value", "x"), 1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert not wanted.met(Checked(True, "1if 1else " * 5 + "1"))
+        assert not wanted.met(Checked(True, f"1{' ' * MOST_VALUE}"))
+    assert said == []
 
 
 def test_the_last_closed_block_is_the_code() -> None:

@@ -65,7 +65,14 @@ def test_the_final_answer_is_what_the_last_marker_marks(text: str, answer: str |
         (r"\boxed{(1, 2]}", r"(1,2]", 1),
         (r"\boxed{(1, 2)}", r"(1,2]", 0),
         (r"\boxed{\{2, 1\}}", r"\{1,2\}", 1),
+        ("<think>It may be \\boxed{5}.</think>I do not know.", "5", 0),
+        ("<think>It may be \\boxed{5}", "5", 0),
+        ("It may be \\boxed{5}.\n</think>\n\nIt is \\boxed{6}.", "6", 1),
+        ("[THINK]\\boxed{6}[/THINK]\\boxed{5} <think>or \\boxed{6}", "5", 1),
         (r"\boxed{\frac{1}{}", "1", 0),
+        (r"\boxed{18 \approx 17}", "18", 0),
+        (r"\boxed{18 ≈ 17}", "18", 0),
+        (r"\boxed{5.67 \approx 6}", "5.67", 1),
         (r"\boxed{)(}", "1", 0),
     ],
 )
@@ -142,6 +149,10 @@ def test_rewards(response: str, answer: str, reward: float) -> None:
         ("17", "17_{10}"),
         ("3:30 PM", r"3:30\text{ p.m.}"),
         ("3:4", r"3\text{ to }4"),
+        ("5.67 \\approx 6", "5.67"),
+        ("f'(x) = 2x", "2x"),
+        ("Alice's", r"\text{Alice's}"),
+        ("f''(2)", "f''(2) "),
     ],
 )
 def test_what_is_equal(left: str, right: str) -> None:
@@ -207,6 +218,28 @@ def test_what_is_equal(left: str, right: str) -> None:
         ("3:30", "0.1"),
         ("1 7", "17"),
         ("18 = 17", "17 "),
+        ("f'(x)", "f(x)"),
+        (r"x^{\prime}", "x"),
+        (r"\mp 3", "3"),
+        ("10^{100}+1", "10^{100}"),
+        ("10^{-400}", "0"),
+        (r"\sin(10^{-50})", "0"),
+        (r"\frac{0}{0}", "5"),
+        (r"\infty", r"-\infty"),
+        ("[0,1]", "[0,1)"),
+        (r"(-\infty,0)\cup(1,\infty)", r"(-\infty,0)\cap(1,\infty)"),
+        ("y=y", "y=2x+1"),
+        ("0(x^2+y^2)=0", "x^2+y^2=1"),
+        ("(x^2+y^2-1)(x-y)=0", "x^2+y^2=1"),
+        ("|x|", "x"),
+        ("n!", "n"),
+        ("х", "x"),
+        ("О", "O"),
+        ("1\u200b5", "15"),
+        (r"\text{not even}", r"\text{even}"),
+        ("1", "True"),
+        (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}"),
+        ("4+2k", "4"),
     ],
 )
 def test_what_is_not_equal(left: str, right: str) -> None:
@@ -240,6 +273,26 @@ def test_a_box_that_says_more_than_its_last_number_is_not_that_number(hedged: st
     """math-verify looks through what it cannot read as a whole for the last number, or the first."""
     assert math("", rf"\boxed{{{hedged}}}", "17", {}) == 0.0
     assert math("", r"\boxed{17}", hedged, {}) == 0.0
+
+
+BETWEEN = (
+    r"\approx|\equiv|\sim|\to|\Rightarrow|\iff|:=|==|=|\stackrel{?}{=}|\in|\mid|\cup|\vee|\pm|<|\le|,|;|:|/|\\|\quad|_"
+)
+BETWEEN += r"|\text{ or }|\text{ and }|\text{ i.e. }|or|&|\boxed{|≈|→|、|%|^|(|\{|[|$"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("5", "4"), (r"\frac12", r"\sqrt{3}"), ("x+1", "x+2"), ("A", "B"), ("(1,2)", "(3,4)")]
+)
+def test_no_text_is_right_of_two_answers(one: str, other: str) -> None:
+    for between in BETWEEN.split("|"):
+        for text in (
+            f"{one} {between} {other}",
+            f"{one} {between} {other} = {one}",
+            f"x = {one} {between} {other}, {one}",
+        ):
+            rewards = [math("", rf"\boxed{{{text}}}", answer, {}) for answer in (one, other)]
+            assert sum(rewards) <= 1, text
 
 
 @pytest.mark.parametrize("chosen", [r"\textbf{(A)}\ 5", "Option A", "A.", "A) red", "A: 5", r"\text{(A) 5}"])

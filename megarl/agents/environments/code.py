@@ -13,6 +13,7 @@ from typing import Literal
 from megarl.agents.environment import Done, EpisodeRow, Message, Response, Turn
 from megarl.core.errors import WorkerDiedError
 from megarl.core.log import get_logger
+from megarl.data.answers import behind_thinking
 from megarl.recipe.reward import Code
 from megarl.rewards.code import CodeGrader
 from megarl.rewards.code_tests import RowTests, last_block, read_tests
@@ -121,7 +122,7 @@ class CodeWithTests:
 
     async def step(self, response: Response) -> Turn | Done:
         """How many tests pass, and what the program printed; the end where all do, or no try is left."""
-        code = last_block(response.text)
+        code = last_block(behind_thinking(response.text))
         tried = None if code is None else await self._trials.run(code, self._tests, self._row)
         passed, total = 0 if tried is None else tried.passed, len(self._tests)
         if passed == total or response.turn + 1 >= self._trials.tries:
