@@ -91,7 +91,7 @@ class Coordinator:
             self._gone.clear()
             self._step, self._version, self._trains = step, version, version
             self._collecting, self._renewed = True, False
-            self._refills.begin()  # also for groups that came when the step before had replaced its last
+            self._refills.begin(step)  # also for groups that came when the step before had replaced its last
             self._undecided = [entry.asked.group for entry in self.ledger.finished()]
             self.ledger.apply(events.Returned(step))
             await self._anew(again)  # before all else: those that are returned could be lost meanwhile
@@ -109,7 +109,7 @@ class Coordinator:
             await self._admit()
             plan = await self._plan(entries, version)
             if self._gone.isdisjoint(entry.asked.group for entry in entries):
-                self._refills.replaced.clear()
+                self._refills.given()
                 return plan
 
     @property
@@ -325,7 +325,11 @@ class Coordinator:
         # One that was made anew behind its collector's death, in a step that is made once more, is there twice.
         finished, self._undecided = dict.fromkeys(self._undecided), []
         waiting = [entry for entry in map(self.ledger.get, finished) if entry is not None and entry.phase == "finished"]
-        if dull := self._refills.choose(waiting):
+        # Where a step takes all that it has asked for, who finishes first decides nothing of it.
+        running = None if self._pace.ahead else [entry.asked.group for entry in self.ledger.running()]
+        dull = self._refills.choose(waiting, running)
+        self._undecided += self._refills.undecided
+        if dull:
             self.decisions.add("dull", self._step, self.ledger.keys(dull))
             await self._drop(dull, self._refills.why)
             await self._admit()  # also while no step waits for them

@@ -61,12 +61,22 @@ def result(parts: Sequence[EvalFacts], recipe: Recipe, step: int, version: int) 
             "eval/response_len_mean": float(joined("response_tokens")[~failed].mean()),
             "eval/truncated": float(joined("truncated").mean()),
             "eval/failures": float((failed | ungraded).sum()),
-            **eval_metrics(part.numbers for part in parts),
+            **eval_metrics([_numbers(parts, order)]),
             **_pass_rates("eval", right, prompts, pass_counts_of_all(recipe.eval)),
             **_by_set(joined("sets"), right, rewards, prompts, recipe.eval),
         },
         failure=failure,
     )
+
+
+def _numbers(parts: Sequence[EvalFacts], order: np.ndarray) -> dict[str, np.ndarray]:
+    """What is counted of answers, by name, in their order: sums are then the same whoever answered what. nan: nothing."""
+    names = sorted({name for part in parts for name in part.numbers})
+    nothing = [np.full(len(part.rows), np.nan) for part in parts]
+    return {
+        name: np.concatenate([part.numbers.get(name, none) for part, none in zip(parts, nothing, strict=True)])[order]
+        for name in names
+    }
 
 
 def _mean(values: np.ndarray, prompts: np.ndarray, answers: np.ndarray) -> float:

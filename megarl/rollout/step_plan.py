@@ -44,7 +44,8 @@ class StepPlanner:
         recipe, pace, greedy = self.recipe, self.pace, self.advantages.needs_greedy
         algorithm = recipe.algorithm
         taken = [entry.facts for entry in entries if entry.facts is not None]
-        seen, oldest = [*taken, *dull], version - pace.max_staleness
+        # In the order of asking: sums of metrics are then the same whoever finished first.
+        seen, oldest = sorted([*taken, *dull], key=lambda facts: facts.group), version - pace.max_staleness
         batcher.check_versions(entries, version, pace.max_staleness)
         step_metrics.check_usable(f"Step {step}", seen, recipe.reward.max_failed_share, greedy=greedy)
         samples = batcher.select(

@@ -17,7 +17,6 @@ from megarl.rollout.facts import GroupFacts
 from megarl.rollout.ledger import Entry
 from megarl.rollout.local_advantages import Measured, numbers_of
 from megarl.rollout.producer import Pace
-from megarl.rollout.refills import Refills
 from megarl.rollout.sample_facts import group_facts
 from megarl.rollout.step_advantages import StepAdvantages, StepFacts
 from megarl.rollout.step_metrics import batch_info, sample_metrics, version_metrics
@@ -94,6 +93,16 @@ def test_a_greedy_answer_that_is_too_long_is_penalised_as_the_samples_are_that_i
     assert settled.advantages is not None and settled.advantages.tolist() == [0, 0], "1 - 1, 0, and 1 - 1 of the greedy"
     greedy = replace(make_sample("1/p0"), response_ids=np.arange(7))
     assert group_facts(1, [make_sample("1/p0")], [greedy]).greedy_tokens == 7
+
+
+def test_a_steps_metrics_are_the_same_whoever_finished_first() -> None:
+    """Of rewards whose sums depend on their order, those of groups that were replaced among them."""
+    recipe = make_recipe(prompts=1, samples=2, steps=1, longest=10, actor={"micro_batch_tokens": 64})
+    planner = StepPlanner(recipe, PLAIN, Pace.of(recipe, beside=False), StepAdvantages(recipe), 1, 1)
+    dull = [group(number, [reward] * 2, [3, 3]) for number, reward in enumerate((0.1, 0.7, 1e7, 0.3))]
+    taken = entry(group(4, [0.25, 1.1], [10, 5]))
+    told = [planner.plan([taken], 1, 5, order, {})[1].info.metrics for order in (dull, dull[::-1], dull[2:] + dull[:2])]
+    assert told[0] == told[1] == told[2]
 
 
 def test_flops_are_of_the_sequences_that_samples_consist_of() -> None:
@@ -175,22 +184,6 @@ def test_a_step_has_the_scores_of_the_graders_that_are_named() -> None:
     assert np.array_equal(samples.reward_parts, expected, equal_nan=True)
     [first, second] = numbers_of(replace(samples, owners=np.array([1, 1, 1, 1, 0])), 2, 0.0)
     assert np.array_equal(first.reward_parts, expected[4:], equal_nan=True) and second.reward_parts.shape == (4, 2)
-
-
-def test_refills_are_for_groups_that_are_not_kept() -> None:
-    finished = [
-        entry(group(1, [0, 1, 0, 0], [1] * 4, parts=RIGHT)),
-        entry(group(2, [1, 1, 1, 1], [1] * 4, parts=RIGHT)),
-    ]
-    for keep, chosen, why in (
-        (None, [2], "zero_variance"),
-        (KeepGroups(grader="right", above=0.5), [], "keep_groups"),
-        (KeepGroups(grader="right", below=0.5), [1, 2], "keep_groups"),
-        (KeepGroups(below=0.1), [1, 2], "keep_groups"),
-    ):
-        refills = Refills(2, keep)
-        refills.begin()
-        assert (refills.choose(finished), refills.why) == (chosen, why)
 
 
 def test_every_sample_is_in_one_block_of_its_collector() -> None:

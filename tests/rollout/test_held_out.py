@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, permutations
 
 import numpy as np
 import pytest
@@ -25,6 +25,19 @@ def facts(*rows: int, lengths: list[int], failed: list[bool]) -> EvalFacts:
 def test_a_prompt_without_an_answer_has_no_length() -> None:
     parts = [facts(0, 2, lengths=[10, 0], failed=[False, True]), facts(1, lengths=[20], failed=[False])]
     assert result(parts, recipe_of(Algorithm()), 1, 1).metrics["eval/response_len_mean"] == 15
+
+
+def test_what_is_counted_of_answers_is_the_same_whoever_told_of_it_first() -> None:
+    """Also where some have nothing of it. The sums of these numbers depend on their order."""
+    counted = {"turns": np.array([0.1, 0.7]), "by/share": np.array([1e17, np.nan])}
+    parts = [
+        replace(facts(0, 3, lengths=[1, 1], failed=[False, False]), numbers=counted),
+        replace(facts(2, lengths=[1], failed=[False]), numbers={"by/share": np.array([-1e17])}),
+        replace(facts(1, lengths=[1], failed=[False]), numbers={"turns": np.array([0.4]), "by/share": np.array([3.0])}),
+    ]
+    told = [result(list(order), recipe_of(Algorithm()), 1, 1).metrics for order in permutations(parts)]
+    assert all(each == told[0] for each in told)
+    assert told[0]["eval/by/share"] == 0 and told[0]["eval/turns_mean"] == pytest.approx(0.4)
 
 
 def test_each_set_of_rows_has_figures_of_its_own() -> None:
