@@ -47,9 +47,7 @@ def test_a_step_that_is_made_again_has_what_was_replaced_for_it_and_may_replace_
     assert refills.facts() == [] and refills.choose([finished(4, True), finished(5, True)]) == [4, 5]
 
 
-@given(
-    dull=st.lists(st.booleans(), min_size=12, max_size=12), most=st.integers(0, 8), seed=st.integers(0, 2**32 - 1)
-)
+@given(dull=st.lists(st.booleans(), min_size=12, max_size=12), most=st.integers(0, 8), seed=st.integers(0, 2**32 - 1))
 def test_a_synchronous_steps_are_the_first_by_their_numbers_whoever_finishes_first(
     dull: list[bool], most: int, seed: int
 ) -> None:
