@@ -203,8 +203,7 @@ class _Episode:
         sampling = attempt.seeded(self.tally.turns)
         left = sampling.max_tokens - transcript.num_response
         sampling = replace(sampling, max_tokens=min(left, self._settings.turn_tokens or left))
-        context = transcript.context
-        request = Request(context, sampling, num_prompt=min(len(transcript.prompt), len(context)))
+        request = Request(transcript.context, sampling)
         try:
             answer = await self._asker.ask(request, step=attempt.step, expected_tokens=attempt.expected_tokens)
         finally:

@@ -30,13 +30,11 @@ class RequestFailedError(MegarlError):
 class Request:
     """One response in the making: what it is asked with, and what there is of it, in pieces.
 
-    token_ids: [P], all that stands before the response. num_prompt: how many of them requests of the same prompt have in
-    common (`ServerClient.generate`); default: all. seconds: that it was at the servers.
+    token_ids: [P], all that stands before the response. seconds: that it was at the servers.
     """
 
     token_ids: TokenArray
     sampling: Sampling
-    num_prompt: int | None = None
     pieces: list[Generation] = field(default_factory=list)
     cuts: int = 0  # that nobody here asked for
     seconds: float = 0.0
@@ -65,7 +63,6 @@ class Request:
                 self.sampling,
                 self.pieces,
                 deadline_s=deadline_s,
-                num_prompt=self.num_prompt,
                 piece_tokens=piece_tokens,
                 gives_up=expects_cuts,
             )

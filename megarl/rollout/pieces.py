@@ -32,17 +32,15 @@ async def extend(
     pieces: list[Generation],
     *,
     deadline_s: float,
-    num_prompt: int | None = None,
     piece_tokens: int | None = None,
     gives_up: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Ask for what a response still lacks, and whether it has ended; False where the server cut it off.
 
-    token_ids: [P], what stands before the response. num_prompt: how many of these requests of the same prompt have in common;
-    default: all. pieces: what there is of it, in order; grows as more comes, so that the caller has it however this ends: by
-    an error, by a cancellation, or by a cut. piece_tokens: ask for so many at most at a time: as much is lost with a server
-    that dies.
-    deadline_s: for all of it. gives_up: of each request, as of `ServerClient.generate`.
+    token_ids: [P], what stands before the response. pieces: what there is of it, in order; grows as more comes, so that the
+    caller has it however this ends: by an error, by a cancellation, or by a cut. piece_tokens: ask for so many at most at a
+    time: as much is lost with a server that dies. deadline_s: for all of it. gives_up: of each request, as of
+    `ServerClient.generate`.
 
     The last token of a piece that was cut off is left out and drawn anew: the server did not look whether it ends the
     response. When a response is cut off does not depend on the token, so that what is sampled stays the policy's.
@@ -57,7 +55,6 @@ async def extend(
             np.concatenate([token_ids, *(piece.token_ids for piece in pieces)]),
             replace(sampling, max_tokens=asked),
             left,
-            num_prompt=len(token_ids) if num_prompt is None else num_prompt,
             gives_up=gives_up,
         )
         left = max(0.0, end - clock())

@@ -117,13 +117,11 @@ class ServerClient:
         sampling: Sampling,
         deadline_s: float = 3600.0,
         *,
-        num_prompt: int | None = None,
         gives_up: Callable[[], bool] = lambda: False,
     ) -> Generation:
         """Sample one response, or go on with one.
 
-        num_prompt: how many of the tokens are the prompt, where the rest is the beginning of a response that goes on;
-        what comes back is what follows. A request that the server ends early comes back with `finish` "abort" and the
+        What comes back is what follows the tokens. A request that the server ends early comes back with `finish` "abort" and the
         tokens that it has.
 
         A connection that fails, and a router without a server at the moment, are tried again, the longer
@@ -140,7 +138,7 @@ class ServerClient:
                 "return_logprob": True,
                 **self._adapter,
                 **({"return_routed_experts": True} if sampling.routing else {}),
-                **({"extra_key": prompt_key(ids[:num_prompt])} if sampling.alone else {}),
+                **({"extra_key": prompt_key(ids)} if sampling.alone else {}),
             },
             option=orjson.OPT_SERIALIZE_NUMPY,
         )

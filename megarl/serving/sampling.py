@@ -20,8 +20,9 @@ class Sampling:
     """How a response is sampled. temperature 0 is greedy; top_k -1 and top_p 1 are off; max_tokens bounds it.
 
     seed: of its random numbers, of 63 bits; a server outside of its deterministic mode has its own. alone: share cached
-    prefixes with requests of the same prompt only, because others' were computed in other shapes. routing: also ask which
-    experts were chosen. by_rank: draw as where tokens are left out, though none is (see `Platform.draws_by_rank`).
+    prefixes with requests of the same tokens only: others' were computed in other shapes, and so were those of an episode's
+    turn before, token by token, which a server may have or not. routing: also ask which experts were chosen. by_rank: draw as
+    where tokens are left out, though none is (see `Platform.draws_by_rank`).
     """
 
     max_tokens: int

@@ -133,8 +133,8 @@ def _install_torchvision() -> None:
 def _allow_attention() -> None:
     """Name the attention backend as a deterministic one, where SGLang has others name theirs.
 
-    It computes each request alone. Cached prefixes are the same bits for requests of the same prompt, and the collector sees to
-    it that no others share them.
+    It computes each request alone. Cached prefixes are the same bits for requests of the same tokens, and the client sees to it
+    that no others share them.
     """
     choices = importlib.import_module("sglang.srt.arg_groups.choices")
     choices.add_deterministic_attention_backend_choices(["torch_native"])

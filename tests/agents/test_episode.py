@@ -109,6 +109,17 @@ def test_an_episode_is_done_when_its_environment_says_so() -> None:
     assert seeds[0] == request_seed(1, "train", 3, row.id, 0)
 
 
+def test_a_turn_that_is_to_be_the_same_bits_takes_nothing_from_the_cache_of_the_turn_before() -> None:
+    """A server may have it or not: it may be another one, or have died since."""
+    fake = policy()
+    play(fake, make_settings(counting(), TOKENIZER), TOKENIZER, sampling=Sampling(1000, alone=True), indices=(0, 1))
+    first, second, third = (
+        {body["extra_key"] for body in fake.bodies("/generate")[at : at + 2]} for at in range(0, 6, 2)
+    )
+    assert len(first) == len(second) == len(third) == 1, "the two episodes, which say the same, share what they have"
+    assert len(first | second | third) == 3
+
+
 @pytest.mark.parametrize(
     ("changes", "most", "over", "turns"),
     [

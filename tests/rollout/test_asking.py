@@ -56,7 +56,7 @@ def test_what_is_cut_off_while_the_gate_is_closed_goes_on_once_it_is_open() -> N
 
     async def call(asker: Asker, gate: Gate, _: ServerClient) -> tuple[Generation, list[dict[str, Any]]]:
         fake.gate = asyncio.Event()
-        asking = asyncio.create_task(asker.ask(Request(PROMPT, Sampling(8), num_prompt=2)))
+        asking = asyncio.create_task(asker.ask(Request(PROMPT, Sampling(8))))
         while not fake.in_flight:
             await asyncio.sleep(0)
         gate.close()

@@ -41,10 +41,8 @@ class Scripted:
         self.asked: list[int] = []
         self.version = 0
 
-    async def generate(
-        self, token_ids: IntArray, sampling: Sampling, deadline_s: float, *, num_prompt: int | None = None, **_: object
-    ) -> Generation:
-        assert num_prompt == 3 and token_ids[:3].tolist() == [7, 8, 9]
+    async def generate(self, token_ids: IntArray, sampling: Sampling, deadline_s: float, **_: object) -> Generation:
+        assert token_ids[:3].tolist() == [7, 8, 9]
         begun = len(token_ids) - 3
         assert token_ids[3:].tolist() == self.whole()[:begun]
         self.asked.append(sampling.max_tokens)

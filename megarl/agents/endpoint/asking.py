@@ -51,7 +51,6 @@ class EpisodeAsker:
     async def ask(
         self,
         context: TokenArray,
-        num_prompt: int,
         request: ChatRequest | CompletionRequest,
         tally: Tally,
         *,
@@ -62,7 +61,7 @@ class EpisodeAsker:
         Raises RequestFailedError where no server answers in time.
         """
         asked = [
-            Request(context, self._sampling(request, tally.turns, choice, most_tokens), num_prompt)
+            Request(context, self._sampling(request, tally.turns, choice, most_tokens))
             for choice in range(request.count)
         ]
         self._since = time.monotonic()

@@ -253,11 +253,10 @@ class EpisodeSession:
             raise _is_over("tokens")
         self._notice.look(request, self._attempt.sampling)
         context = said.ids if transcript is None else np.concatenate([transcript.context, said.ids])
-        num_prompt = len(context) if transcript is None else len(transcript.prompt)
         bound = min(left, self._budgets.turn_tokens or left)
         try:
             generations = await self._asking.ask(
-                context, num_prompt, request, self.tally, most_tokens=min(bound, request.most_tokens or bound)
+                context, request, self.tally, most_tokens=min(bound, request.most_tokens or bound)
             )
             choices = [await read(generation) for generation in generations]
         except RequestFailedError as error:

@@ -35,9 +35,7 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         return None
 
-    async def generate(
-        self, token_ids: Any, sampling: Sampling, deadline_s: float, *, num_prompt: int | None = None, **_: object
-    ) -> Generation:
+    async def generate(self, token_ids: Any, sampling: Sampling, deadline_s: float, **_: object) -> Generation:
         """A response whose log-probs and end follow from its tokens. Each token is of the weights that are there by then."""
         book, ids = self._book, np.asarray(token_ids)
         book.in_flight += 1
