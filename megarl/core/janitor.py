@@ -18,7 +18,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,15 +179,21 @@ def start(
 def kill_all(pids: Iterable[int], tracker_s: float = 3.0, raylet_s: float = 2.0) -> None:
     """SIGKILL processes and wait for their end; Ray's raylets come first, and Python's resource trackers last.
 
-    A raylet ends its agents where it is told to end, and they carry no run's id: alone they would stay for a minute.
+    A raylet ends its agents where it is told to end, and they carry no run's id: alone they would stay for a minute and more.
+    Where it has not come to that within `raylet_s`, as on a busy machine, they are killed with it.
     A tracker removes the named semaphores and shared memory of the processes that it served as soon as they have ended,
     and then ends by itself: names that no process has mapped any more are known to it alone. It gets `tracker_s`.
     """
     pids = list(pids)
     raylets = [pid for pid in pids if _runs(pid, b"/raylet\0")]
+    agents = _children(raylets, but=pids)
     for pid in raylets:
         _kill(pid, signal.SIGTERM)
     await_exit(raylets, raylet_s)
+    for handle in agents:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        os.close(handle)
     trackers = [pid for pid in pids if _runs(pid, b"multiprocessing.resource_tracker")]
     others = [pid for pid in pids if pid not in trackers]
     for pid in others:
@@ -196,6 +203,19 @@ def kill_all(pids: Iterable[int], tracker_s: float = 3.0, raylet_s: float = 2.0)
     for pid in trackers:
         _kill(pid)
     await_exit(trackers, 1.0)
+
+
+def _children(parents: Collection[int], *, but: Collection[int]) -> list[int]:
+    """Pidfds of the children of these processes, which lose their parent with them."""
+    found = []
+    for entry in Path("/proc").iterdir() if parents else ():
+        if not entry.name.isdigit() or int(entry.name) in but:
+            continue
+        with suppress(OSError):  # it ended meanwhile
+            # The name of the program, in brackets, may itself hold spaces and brackets.
+            if int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1]) in parents:
+                found.append(os.pidfd_open(int(entry.name)))
+    return found
 
 
 def _runs(pid: int, words: bytes) -> bool:

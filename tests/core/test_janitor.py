@@ -158,10 +158,11 @@ def test_a_killed_driver_leaves_nothing(run_id: str, tmp_path: Path, detached: s
     assert janitor.processes_of(run_id) == []
 
 
-def test_a_raylet_may_end_its_agents_which_nobody_else_would_find(run_id: str, tmp_path: Path) -> None:
-    """They carry no run's id. A raylet that is told to end ends them; one that does not listen is killed all the same."""
+@pytest.mark.parametrize("told", ["kill $!", ""], ids=["it ends them", "it does not come to that"])
+def test_a_raylets_agents_end_with_it_which_nobody_else_would_find(run_id: str, tmp_path: Path, told: str) -> None:
+    """They carry no run's id. A raylet that is told to end ends them; one that does not is killed, and they are, too."""
     raylet = tmp_path / "raylet"
-    raylet.write_text("#!/bin/bash\nMEGARL_RUN_ID= sleep 60 & trap 'kill $!' TERM\necho $!\nwait\nread\n")
+    raylet.write_text(f"#!/bin/bash\nMEGARL_RUN_ID= sleep 60 & trap '{told}' TERM\necho $!\nwait\nread\n")
     raylet.chmod(0o755)
     process = subprocess.Popen(
         [str(raylet)],
