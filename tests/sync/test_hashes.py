@@ -21,6 +21,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import start_all
 from megarl.serving.server import ProcessPlace, ServerSpec
+from megarl.serving.server_models import missing_settings
 from megarl.sync import hashes
 from megarl.sync.hash_report import refuse
 from megarl.sync.hashes import ExpectedSums, Sums, all_sums, compare, differences
@@ -71,10 +72,9 @@ async def asked(server: ServerEndpoint) -> FloatArray:
 def write_model(folder: Path, family: str, **overrides: Any) -> Path:
     """What SGLang asks of a config of DeepSeek's, and transformers does not write, is added."""
     write_tiny_model(folder, family, **overrides)
-    if family == "deepseek_v3":
+    if family in ("deepseek_v2", "deepseek_v3"):
         file = folder / "config.json"
-        more = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+        file.write_text(json.dumps(json.loads(file.read_text()) | missing_settings(folder)))
     return folder
 
 
@@ -98,6 +98,12 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ),
         ("mixtral", {}, (2,)),
         ("deepseek_v3", {}, (2,)),
+        ("apertus", {"vocab_size": 130}, (1, 2)),
+        ("deepseek_v2", {"vocab_size": 130}, (1, 2)),
+        ("ernie4_5", {"vocab_size": 130}, (1, 2)),
+        ("ernie4_5_moe", {"vocab_size": 130}, (1, 2)),
+        ("hunyuan_v1_dense", {"vocab_size": 130}, (1, 2)),
+        ("hunyuan_v1_moe", {"vocab_size": 130}, (1, 2)),
         ("glm4", {"intermediate_size": 80, "num_key_value_heads": 1}, (1, 2)),
         ("glm4_moe", {}, (2,)),  # by one rank: in bfloat16, below
         ("glm4_moe_lite", {}, (1, 2)),
