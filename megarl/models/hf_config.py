@@ -99,12 +99,8 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         interleaved_rope=family.interleaved,
         activation=family.activation,
         sinks=family.sinks,
-        norm_offset=family.gemma or family.norm_offset,
         output_gate=family.output_gate,
-        pre_norms=family.pre_norms,
-        post_norms=family.gemma or family.post_norms,
-        whole_qk_norm=family.whole_qk_norm,
-        late_qk_norm=family.late_qk_norm,
+        **_norms(family),
         **read_scales(fields, family, hidden),
         **read_delta(fields, family, layers),
         window=window,
@@ -128,6 +124,17 @@ def _biases(fields: Fields, family: Family) -> dict[str, Any]:
     """Of attention, as ModelConfig calls them. Raises UserError."""
     qkv = _said(fields, family.qkv_bias, unsaid=family.qkv_bias_unsaid)
     return {"qkv_bias": qkv, "output_bias": _said(fields, family.output_bias)}
+
+
+def _norms(family: Family) -> dict[str, bool]:
+    """Of all kinds, as ModelConfig calls them."""
+    return {
+        "norm_offset": family.gemma or family.norm_offset,
+        "pre_norms": family.pre_norms,
+        "post_norms": family.gemma or family.post_norms,
+        "whole_qk_norm": family.whole_qk_norm,
+        "late_qk_norm": family.late_qk_norm,
+    }
 
 
 def _said(fields: Fields, answer: bool | str, *, unsaid: bool = False) -> bool:

@@ -62,8 +62,9 @@ def through_megatron(rank, folder, tmp_path):
 def assert_same_bytes(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        ours, theirs = (each.reshape(-1).view(torch.uint8) for each in (found[name], tensor))
+        assert torch.equal(ours, theirs), name
 
 
 @pytest.mark.parametrize(

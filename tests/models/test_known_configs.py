@@ -51,7 +51,6 @@ ACTIVE = {
     "Qwen/Qwen1.5-MoE-A2.7B": 2,
     "Qwen/Qwen2-57B-A14B": 13,
     "Qwen/Qwen3-Next-80B-A3B-Instruct": 3,
-    "deepseek-ai/DeepSeek-V2": 21,
     "baidu/ERNIE-4.5-21B-A3B-PT": 3,
     "zai-org/GLM-4.5-Air": 12,
     "zai-org/GLM-4.5": 32,

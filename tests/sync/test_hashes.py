@@ -41,6 +41,11 @@ KEY, START_S = "key-of-the-tests-servers", 300.0
 UNASKED = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 EXPERTS = {"mlp_only_layers": []}
 TOKENS = [5, 6, 7, 8, 9, *range(40, 70)]
+# As DeepSeek-V2 has it; without, SGLang builds none of it on a CPU.
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512},
+    **{"mscale": 0.707, "mscale_all_dim": 0.707},
+}
 LONGROPE = longrope(0.75) | {"original_max_position_embeddings": len(TOKENS)}  # the longest that is the same everywhere
 TRANSPORTS = ["broadcast", "shared_memory", DEVICES, "disk"]
 
@@ -99,7 +104,7 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("mixtral", {}, (2,)),
         ("deepseek_v3", {}, (2,)),
         ("apertus", {"vocab_size": 130}, (1, 2)),
-        ("deepseek_v2", {"vocab_size": 130}, (1, 2)),
+        ("deepseek_v2", {"vocab_size": 130, "rope_parameters": YARN}, (1, 2)),
         ("ernie4_5", {"vocab_size": 130}, (1, 2)),
         ("ernie4_5_moe", {"vocab_size": 130}, (1, 2)),
         ("hunyuan_v1_dense", {"vocab_size": 130}, (1, 2)),
@@ -130,7 +135,8 @@ def test_what_servers_hold_of_every_family_is_known_and_what_they_compute_is_the
             if load_model_config(model).mla is None:
                 assert np.abs(asyncio.run(asked(server)) - HfModel(model).logprobs(TOKENS)).max() < 1e-5
             # One number of one tensor, by the least that float32 knows.
-            for name in ("model.layers.1.post_attention_layernorm.weight", "model.layers.2.self_attn.o_proj.weight"):
+            norm = "feedforward_layernorm" if family == "apertus" else "post_attention_layernorm"
+            for name in (f"model.layers.1.{norm}.weight", "model.layers.2.self_attn.o_proj.weight"):
                 tensors = dict(tensors_in(model))
                 last = tensors[name].view(-1)[-1:]
                 last.copy_(torch.nextafter(last, last + 1))
