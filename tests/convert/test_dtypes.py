@@ -89,7 +89,7 @@ def assert_same_bytes(found, expected):
     ],
 )
 def test_every_tensor_comes_back_in_its_own_dtype(family, rank, tmp_path):
-    seed = 9 if family == "gpt_oss" else 0  # of whose few tensors, the experts', most are bfloat16 then
+    seed = {"gpt_oss": 9, "apertus": 1}.get(family, 0)  # by which most are bfloat16
     folder = mix(write_tiny_model(tmp_path / "source", family, num_hidden_layers=3), seed)
     expected = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in expected.values()} == set(DTYPES)

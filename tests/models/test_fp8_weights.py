@@ -43,7 +43,8 @@ def wide(folder: Path, family: str) -> Path:
     """With what SGLang asks of a config, and transformers does not write."""
     write_wide(folder, family)
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | missing_settings(folder)))
+    told = {key: value for key, value in missing_settings(folder).items() if key != "architectures"}  # which flags say
+    file.write_text(json.dumps(json.loads(file.read_text()) | told))
     return folder
 
 

@@ -24,6 +24,10 @@ OWN: dict[str, dict[str, Any]] = {
         "v_head_dim": 64,
     },
     "deepseek_v2": {
+        "rope_parameters": {  # without, SGLang builds none of it on a CPU
+            **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512},
+            **{"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
         "moe_intermediate_size": 128,
         "q_lora_rank": 128,
         "kv_lora_rank": 128,
