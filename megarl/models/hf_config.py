@@ -126,7 +126,7 @@ def _biases(fields: Fields, family: Family) -> dict[str, Any]:
     return {"qkv_bias": qkv, "output_bias": _said(fields, family.output_bias)}
 
 
-def _norms(family: Family) -> dict[str, bool]:
+def _norms(family: Family) -> dict[str, Any]:
     """Of all kinds, as ModelConfig calls them."""
     return {
         "norm_offset": family.gemma or family.norm_offset,
