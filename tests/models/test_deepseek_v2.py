@@ -147,6 +147,8 @@ def test_experts_of_the_groups_with_the_best_ones(one_rank: Groups, bounds: Tole
     """transformers 5.12 has this choice in its code, and ends over a name that it has not set: here it is given."""
     write_tiny_model(tmp_path, "deepseek_v2", **GROUPED)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with pytest.raises(AttributeError, match="num_experts"):
+        logprobs(theirs)
     for layer in theirs.model.layers[1:]:
         layer.mlp.num_experts = 8
     found = ours(tmp_path, one_rank)
