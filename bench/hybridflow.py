@@ -12,7 +12,6 @@ into the planner. Same seed, same draws. Exit code 0 where all findings are repr
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -20,16 +19,15 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.support.hybridflow import COLOCATE, FINDINGS, Outcome, Pricing, Software, outcome, their_cluster
+from bench.support.measure import write
 from megarl.recipe.section import Recompute
 
-RESULT = Path(__file__).parent / "results" / "hybridflow.json"
 # Lowest and highest of each rate (placement/devices.py says what they are), drawn evenly on a logarithmic scale. Generation is
 # that of vLLM 0.3.1, whose steps were slower than those our table knows.
 RANGES = {
@@ -233,7 +231,7 @@ def main() -> None:
         "checks": checks(software),
         "findings": rows,
     }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write("hybridflow", result, None)
     sys.exit(0 if not best.missed else 1)
 
 

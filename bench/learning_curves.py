@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.support.measure import write
 from bench.support.quickstart import ROOT, accuracy, metrics, train, warm_start
 
 RESULTS = ROOT / "bench" / "results"
@@ -95,7 +96,7 @@ def main(
 def keep(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Put a curve among those that are there, in the place of its last one; all of them, in the order of CURVES."""
     target = RESULTS / "learning_curves.json"
-    results = json.loads(target.read_text()) if target.exists() else []
+    results = json.loads(target.read_text())["curves"] if target.exists() else []
     key = ("algorithm", "seed")
     results = [each for each in results if [each[name] for name in key] != [result[name] for name in key]]
     # Steps are numbers here and text in a file: as a file has it.
@@ -103,8 +104,7 @@ def keep(result: dict[str, Any]) -> list[dict[str, Any]]:
         [*results, json.loads(json.dumps(result))],
         key=lambda each: (list(CURVES).index(each["algorithm"]), each["seed"]),
     )
-    RESULTS.mkdir(exist_ok=True)
-    target.write_text(json.dumps(results, indent=1) + "\n")
+    write("learning_curves", {"curves": results}, None)
     return results
 
 

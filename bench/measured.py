@@ -21,7 +21,7 @@ HEAD = """# Measured
 
 Every figure here comes from a file in `bench/results/`, and this page is made of them:
 `python -m bench.measured > docs/measured.md`. A row's command measures it again. All was measured on CPUs; nothing of megarl was
-ever run on CUDA. Where a result has no machine and no date, it was written before results had them.
+ever run on CUDA.
 
 | command | measured against | seen | machine | date |
 |---|---|---|---|---|
@@ -115,8 +115,7 @@ def render(folder: Path = RESULTS) -> str:
     lines = []
     for row in ROWS:
         result = json.loads((folder / f"{row.name}.json").read_text())
-        host = result.get("host") if isinstance(result, dict) else None
-        machine, date = _machine(host if isinstance(host, dict) else {})
+        machine, date = _machine(result["host"])
         command = row.command or f"python -m bench.{row.name}"
         lines.append(f"| `{command}` | {row.against} | {row.seen(result)} | {machine} | {date} |\n")
     return HEAD + "".join(lines)
@@ -124,10 +123,8 @@ def render(folder: Path = RESULTS) -> str:
 
 def _machine(host: dict[str, Any]) -> tuple[str, str]:
     """What a result says of its machine, and when it was."""
-    if not host:
-        return "", ""
-    name = host.get("cpu") or host["machine"]
-    return f"{name}, {host['cores']} cores, load {host['load_average']:.1f}", host.get("date", "")
+    name, load = host["cpu"] or host["machine"], host["load_average"]
+    return f"{name}, {host['cores']} cores" + ("" if load is None else f", load {load:.1f}"), host["date"]
 
 
 if __name__ == "__main__":

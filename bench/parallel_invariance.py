@@ -9,15 +9,13 @@ were measured, all are within the bound, and every deliberate mistake is beyond 
 
 from __future__ import annotations
 
-import json
-import platform as host
 import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from bench.support.measure import no_options
+from bench.support.measure import no_options, write
 from megarl.core.versions import installed
 from tests.support.forked_ranks import forked_ranks
 from tests.training.invariance import BOUND, MODELS, Difference, measure
@@ -31,7 +29,6 @@ from tests.training.invariance_cases import (
 )
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "bench" / "results" / "parallel_invariance.json"
 PAGE = ROOT / "docs" / "parallel_invariance.md"
 PACKAGES = ("torch", "megatron-core")
 HEADER = """# Parallel invariance
@@ -183,12 +180,9 @@ def main() -> None:
         sys.exit("\n".join(wrong))
     result = {
         "bound": BOUND,
-        "host": host.machine(),
-        "versions": {name: installed(name) for name in PACKAGES},
         "differences": [asdict(item) for item in differences],
     }
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    write("parallel_invariance", result, None)
     PAGE.write_text(page(differences))
     largest = max(item.largest for item in differences if item.kind != "control")
     print(f"{len(differences)} measurements, largest difference {largest:.1e}; {PAGE.relative_to(ROOT)} is written")

@@ -9,21 +9,18 @@ machine cpu_s, the processor time, is the fairer of the two. Whether it finds th
 
 from __future__ import annotations
 
-import json
 import resource
 import statistics
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from bench.support.hybridflow import COLOCATE, Finding
-from bench.support.measure import no_options
+from bench.support.measure import no_options, write
 from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.search import Result, search
 from megarl.placement.tables import build_tables
 from megarl.placement.workload import Workload
 
-RESULT = Path(__file__).parent / "results" / "plan.json"
 LIMITS_S = {16: 0.2, 128: 0.2, 1024: 2.0, 16384: 20.0}
 
 
@@ -49,7 +46,7 @@ def main() -> None:
         line = {"devices": devices, "seconds": statistics.median(seconds), "cpu_s": statistics.median(busy)}
         lines.append({**line, "limit_s": limit, "peak_mib": peak})
         print({name: round(value, 3) for name, value in lines[-1].items()}, flush=True)
-    RESULT.write_text(json.dumps({"speed": lines}, indent=1) + "\n")
+    write("plan", {"speed": lines}, None)
 
 
 if __name__ == "__main__":

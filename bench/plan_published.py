@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.support.measure import write
 from bench.support.published import (
     DENSE,
     EXPERTS,
@@ -45,7 +45,6 @@ from megarl.placement.workload import ACTOR, REFERENCE, ROLLOUT, Workload
 
 FOLDER = Path(__file__).parent
 NEMO_ROWS = FOLDER / "published" / "nemo_rl.csv"
-RESULT = FOLDER / "results" / "plan_published.json"
 NEMO_SAMPLES, NEMO_PROMPT = 32, 150.0
 
 
@@ -219,7 +218,7 @@ def main() -> None:
     result["nemo_rl"] = nemo_rl()
     for line in result["nemo_rl"]:
         print(line)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write("plan_published", result, None)
 
 
 if __name__ == "__main__":

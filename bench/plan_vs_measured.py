@@ -17,6 +17,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from bench.support.measure import write
 from bench.support.quickstart import ROOT, call
 from megarl.placement.apply import apply_plan, plan_recipe
 from megarl.placement.cluster import Cluster
@@ -181,7 +182,7 @@ def main() -> None:
         print(f"{line['placement']:22} {line['predicted_s']:.2f} {line['measured_s']:.2f} {line['error']:+.0%}")
     print(figures, "limits", LIMITS)
     result = {"summary": figures, "limits": LIMITS, "placements": found}
-    (RESULTS / "plan_vs_measured.json").write_text(json.dumps(result, indent=1) + "\n")
+    write("plan_vs_measured", result, None)
     draw(found, RESULTS / "plan_vs_measured.png")
 
 

@@ -13,9 +13,7 @@ equal. Exit code 0 only where the whole interval is at or above 0.95: a machine 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import platform as host
 import statistics
 import sys
 import tempfile
@@ -30,6 +28,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.support.measure import write
 from megarl.core.platform import get_platform
 from megarl.core.types import Prompt
 from megarl.data.chat import load_tokenizer
@@ -47,7 +46,6 @@ from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
 from tools.make_arithmetic import make_arithmetic
 from tools.make_tiny_model import make_tiny_model
 
-RESULTS = Path(__file__).parent / "results" / "rollout_overhead.json"
 TARGET = 0.95
 KEY = "bench"
 VERSION = 1  # of the server's weights
@@ -239,9 +237,8 @@ def main(
             router.stop()
             server.stop()
     result |= {"load_average": [load_before, os.getloadavg()[0]], "cores": os.cpu_count()}
-    result |= {"prompts": prompts, "samples": samples, "max_tokens": tokens, "layers": layers, "host": host.machine()}
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    result |= {"prompts": prompts, "samples": samples, "max_tokens": tokens, "layers": layers}
+    write("rollout_overhead", result, None)
     show(result)
     if verdict(result) != "reached" or result["greedy_equal"] < result["greedy_prompts"]:
         sys.exit(1)

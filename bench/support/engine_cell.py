@@ -254,7 +254,8 @@ class Phases:
         for _ in range(calls):
             these = lengths(self.cell, range(self.used, self.used + count))
             self.used += count
-            [shard], [columns] = shards([examples(these, self.config.vocab_size)], 1, count)
+            made = examples(these, self.config.vocab_size, taught=False)
+            [shard], [columns] = shards([made], 1, count)
             finish_copies(self.platform)
             began = time.perf_counter()
             work(shard, columns)

@@ -35,6 +35,7 @@ from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import ASSUMED_SPREAD, Lengths, assumed_lengths, cut_lognormal, lognormal
 from megarl.placement.memory import Role, role_bytes, server_bytes
 from megarl.placement.rates import Rates
+from megarl.placement.server_share import sharing
 from megarl.placement.sizes import model_sizes
 from megarl.placement.space import RECOMPUTE, Layouts, Servers, one_layout
 from megarl.placement.workload import ACTOR, ROLLOUT, Workload
@@ -183,16 +184,20 @@ class Row:
         [recompute] = [kind for kind in RECOMPUTE if kind == self.values["recompute"]]
         return one_layout(layout, tokens, recompute)
 
-    def servers(self) -> Servers:
+    def servers(self, cluster: Cluster) -> Servers:
+        """vLLM's: its share is of the whole device, and of all that a server holds there."""
         devices, tp = (np.array([int(self.values[name])]) for name in ("devices", "server_tp"))
-        return Servers(devices, tp, np.array([self.number("memory_share")]), devices)
+        whole = Servers(devices, tp, np.ones(1), devices)
+        held = self.number("memory_share") * cluster.device.memory_bytes
+        return replace(whole, share=sharing(whole, cluster, held))
 
     def cluster(self, rates: Rates) -> Cluster:
         return with_rates(make_cluster(self.values["device"], max(1, int(self.values["devices"]) // 8)), vars(rates))
 
     def predict(self, rates: Rates, lengths: Known = "known") -> dict[str, float]:
         """Seconds by phase, and of the step."""
-        work, config, cluster, servers = self.workload(lengths), self.config, self.cluster(rates), self.servers()
+        work, config, cluster = self.workload(lengths), self.config, self.cluster(rates)
+        servers = self.servers(cluster)
         asked = replace(work, prompts=int(self.values["generated_prompts"]))
         held = server_bytes(config, servers, cluster, 2)
         found = {

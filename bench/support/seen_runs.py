@@ -22,7 +22,7 @@ def quickstart_seeds(result: Result) -> str:
 def learning_curves(result: Result) -> str:
     runs = "; ".join(
         f"{run['algorithm']} (seed {run['seed']}) {run['before']:.2f} to {run['after']:.3f} in {run['seconds']:.0f} s"
-        for run in result
+        for run in result["curves"]
     )
     return f"held-out accuracy: {runs}"
 

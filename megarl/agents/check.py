@@ -20,7 +20,7 @@ RESULT: Message = {"role": "tool", "content": "what-the-tool-gave"}
 
 
 def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> int:
-    """How many tokens of each prompt tell of tools; of several environments the most. Raises UserError for what cannot work.
+    """How many tokens of each prompt tell of tools; of several players the most. Raises UserError for what cannot work.
 
     There is nothing to check where the recipe has no agent.
     """
@@ -39,7 +39,7 @@ def check_agent(recipe: Recipe, tokenizer: Tokenizer) -> int:
 
 
 def _check_one(recipe: Recipe, agent: Agent, tokenizer: Tokenizer, shared: SharedTools | None) -> int:
-    """Of an agent with one environment at most. Returns and raises as `check_agent`."""
+    """Of an agent with one environment or harness at most. Returns and raises as `check_agent`."""
     told = 0
     if agent.environment is not None:
         check_environment(agent)

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megarl.data.chat import Tokenizer
 from megarl.recipe.schema import Recipe
 from megarl.rollout.attempt import Player
 from megarl.serving.client import ServerEndpoint
 
+if TYPE_CHECKING:
+    from megarl.agents.tool_sources import SharedTools
+
 
 def open_player(recipe: Recipe, router: ServerEndpoint, address: str, tokenizer: Tokenizer) -> Player:
     """Of a recipe that has an agent. address: of this node. Raises UserError where what it names does not import."""
+    assert recipe.agent is not None
+    if recipe.agent.environments:
+        from megarl.agents.by_row import PlayersByRow
+
+        return PlayersByRow.open(recipe, router, address, tokenizer)
+    return open_one(recipe, router, address, tokenizer)
+
+
+def open_one(
+    recipe: Recipe, router: ServerEndpoint, address: str, tokenizer: Tokenizer, shared: SharedTools | None = None
+) -> Player:
+    """The same where one plays all rows. shared: tools that others have as well."""
     assert recipe.agent is not None
     # Loaded where they play: most recipes have no agent, and a harness needs a web server.
     if recipe.agent.harnessed:
         from megarl.agents.harness import Harnesses
 
         return Harnesses.open(recipe, router, address, tokenizer)
-    if recipe.agent.environments:
-        from megarl.agents.by_row import EpisodesByRow
-
-        return EpisodesByRow.open(recipe, router, tokenizer)
     from megarl.agents.episode import Episodes
 
-    return Episodes.open(recipe, router, tokenizer)
+    return Episodes.open(recipe, router, tokenizer, shared)

@@ -42,6 +42,22 @@ def exchange_bytes(config: ModelConfig, choice: Layouts, cluster: Cluster) -> An
     return sent + _sending(choice.ep, choice.etp, cluster) + rings * RING * PAIR + WORKSPACES
 
 
+def frozen_bytes(config: ModelConfig, choice: Layouts, cluster: Cluster) -> Any:
+    """[N] bytes of the same for a frozen role, where no other role of its pool has its layout, and so its groups.
+
+    Without gradients there are no sums over copies; tensor parallel has a ring more.
+    """
+    if not cluster.device.offloads_to_host:
+        return np.zeros(len(choice))
+    sent = _sending(choice.cp, choice.tp, cluster, most=2) + _sending(
+        choice.pp, choice.devices // choice.pp, cluster, most=2
+    )
+    sent = sent + (choice.tp > 1) * RING * PAIR
+    if config.moe is None:
+        return sent
+    return sent + _sending(choice.ep, choice.etp, cluster) + (choice.ep * choice.etp > 1) * RING * PAIR + WORKSPACES
+
+
 def _sending(size: Any, apart: Any, cluster: Cluster, most: int | None = None) -> Any:
     """[N] bytes of a group's sends. apart: from one of its ranks to the next. most: peers of each; default: all."""
     together = np.clip(cluster.devices_per_node // apart, 1, size)  # its ranks on one node

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from megarl.core.errors import UserError
+from megarl.models.config import ModelConfig
 from megarl.placement.cluster import Cluster
 from megarl.placement.devices import GIB
 from megarl.placement.memory import RoleBytes
@@ -18,6 +19,8 @@ from megarl.placement.space import Layouts
 from megarl.placement.workload import ROLLOUT, Workload
 
 OFFLOADED, SAVE, RANKS, SERVERS = "offloaded roles", "a save", "ranks", "servers"
+ROUTING = "choices of experts"
+CHOICE_BYTES = 4  # of one expert, as SGLang writes it down (0.5.21, state_capturer/base.py)
 
 
 def role_host(
@@ -41,9 +44,20 @@ def role_host(
     return {OFFLOADED: moved * offloaded, SAVE: saved}
 
 
-def server_host(cluster: Cluster, servers: int) -> dict[str, float]:
-    """Bytes of the host for each device of a server; servers: that share it. Weights come anew with every sync."""
-    return {SERVERS: servers * cluster.rates.host_server_bytes} if cluster.device.offloads_to_host else {}
+def server_host(
+    cluster: Cluster, servers: int, replayed: ModelConfig | None = None, tokens: float = 0.0
+) -> dict[str, float]:
+    """Bytes of the host for each device of a server; servers: that share it. Weights come anew with every sync.
+
+    replayed: the model, where ranks are told which experts the servers chose: each rank of a server keeps them, pinned, for as
+    many tokens as its cache holds, in all layers.
+    """
+    if not cluster.device.offloads_to_host:
+        return {}
+    held = {SERVERS: servers * cluster.rates.host_server_bytes}
+    if replayed is None or replayed.moe is None:
+        return held
+    return held | {ROUTING: servers * tokens * replayed.num_layers * replayed.moe.top_k * CHOICE_BYTES}
 
 
 def fullest_node(pools: Iterable[PoolPlan]) -> tuple[dict[str, float], Cluster | None]:

@@ -18,6 +18,7 @@ from megarl.placement.activations import Counting
 from megarl.placement.cluster import Cluster
 from megarl.placement.devices import Kernels
 from megarl.placement.layers import GRADIENT_BYTES
+from megarl.placement.server_share import beside_bytes, share_bytes
 from megarl.placement.sizes import Sizes, adapter_sizes, kv_bytes, model_sizes, routed_adapter_sizes, whole_parameters
 from megarl.placement.space import FULL, Layouts, Servers
 from megarl.placement.stages import Stage, stages
@@ -249,7 +250,7 @@ def server_bytes(
     most_tokens: int | None = None,
     pool: StatePool = StatePool(),  # noqa: B008
 ) -> ServerBytes:
-    """Bytes of a server under every choice: what its share of the device leaves beside the weights is KV cache, and states.
+    """Bytes of a server under every choice: what its share leaves beside the weights is KV cache, and states.
 
     bytes_each: of one element of the cache. whole: of all weights; default: as many bytes for each of them. most_tokens: that
     the cache is told to hold: SGLang takes the less of them and its share; where processes stand for devices, just them.
@@ -260,9 +261,7 @@ def server_bytes(
     # SGLang has routers, and what compresses into latents, on every rank of a server.
     uncut = whole / total * whole_parameters(config, config.num_layers, len(config.moe_layers), fused=True)
     weights = uncut + (whole - uncut) / choice.tp
-    share = choice.share * cluster.device.memory_bytes
-    other = cluster.rates.server_bytes + further_bytes(choice, cluster)
-    room = np.maximum(share - weights - other, 0.0)
+    room = np.maximum(share_bytes(choice, cluster) - weights, 0.0)
     states, most_running = np.zeros(len(choice)), np.full(len(choice), np.inf)
     if config.delta is not None:
         slot = state_bytes(config, choice.tp, pool.element_bytes)
@@ -274,9 +273,4 @@ def server_bytes(
         # A little more, so that rounding takes no token away.
         told = most_tokens * each * (1 + 1e-9)
         cache = np.minimum(cache, told) if cluster.device.offloads_to_host else told
-    return ServerBytes(weights, cache, states, other, np.floor(cache / each), most_running)
-
-
-def further_bytes(choice: Servers, cluster: Cluster) -> Any:
-    """[N] bytes that a server's rank holds more of, because it has others to talk to."""
-    return (choice.tp - 1) * cluster.rates.server_rank_bytes
+    return ServerBytes(weights, cache, states, beside_bytes(choice, cluster), np.floor(cache / each), most_running)

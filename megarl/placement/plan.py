@@ -17,8 +17,9 @@ from megarl.placement.partitions import NAMES, Partition, Pool, in_one_pool, nam
 from megarl.placement.placed import PlacementPlan, why_lost
 from megarl.placement.prediction import placement_plan
 from megarl.placement.search import Allowed, Bound, Found, Result, search
+from megarl.placement.server_share import sharing
 from megarl.placement.shares import that_share_out
-from megarl.placement.space import Space
+from megarl.placement.space import Servers, Space
 from megarl.placement.tables import AllTables, RoleTable, build_tables
 from megarl.placement.workload import ACTOR, FRACTION_FLAG, REFERENCE, ROLLOUT, Workload
 
@@ -217,9 +218,10 @@ def _lacking(look: _Look, workload: Workload, cluster: Cluster, asked: _Asked) -
         else "each role fits alone, but not all of them together"
     )
     text = f"{why} into the {cluster.usable_bytes / GIB:.1f} GiB that roles can use of each device. "
-    if share is not None and share * cluster.device.memory_bytes > cluster.usable_bytes:
-        most = math.floor(100 * cluster.usable_bytes / cluster.device.memory_bytes) / 100
-        return f"{text}rollout.server_args has {FRACTION_FLAG} {share:g}: lower it to at most {most}."
+    one = np.ones(1, np.int64)
+    largest = float(sharing(Servers(one, one, np.ones(1), one), cluster, cluster.usable_bytes)[0])
+    if share is not None and share > largest > 0:
+        return f"{text}rollout.server_args has {FRACTION_FLAG} {share:g}: lower it to at most {math.floor(100 * largest) / 100}."
     smallest = _smallest(workload, cluster, asked)
     if smallest is None:
         return text + (

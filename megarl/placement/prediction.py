@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megarl.placement.cluster import Cluster
 from megarl.placement.compute import core_share
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.host import role_host, server_host
-from megarl.placement.partitions import learns_late, names_of
+from megarl.placement.partitions import Pool, learns_late, names_of
 from megarl.placement.placed import PHASES, UNEVEN, PlacementPlan, PoolPlan, RolePlan
 from megarl.placement.search import Found
 from megarl.placement.space import ALL_LAYERS, RECOMPUTE
@@ -35,10 +37,11 @@ def placement_plan(
         devices = (
             found.devices[index] if elsewhere is None else int(tables.rollout.servers.devices[found.rows[index][0]])
         )
+        shared = _sharing_groups(tables, pool, found.rows[index])
         roles = tuple(
             _rollout_plan(tables, row, workload, kind, shared=ACTOR in pool, asynchronous=found.asynchronous)
             if role == ROLLOUT
-            else _role_plan(role, tables, row, workload, cluster)
+            else _role_plan(role, tables, row, workload, cluster, own_groups=role not in shared)
             for role, row in zip(pool, found.rows[index], strict=True)
         )
         offloaded = sum(role.offloaded_bytes for role in roles)
@@ -88,10 +91,27 @@ def _phase(phase: str, pools: list[PoolPlan], cluster: Cluster) -> float:
     return max(*waited, sum(seconds * share for seconds, share in zip(sums, shares, strict=True)))
 
 
-def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, cluster: Cluster) -> RolePlan:
+def _sharing_groups(tables: AllTables, pool: Pool, rows: Sequence[int]) -> set[str]:
+    """Roles of a pool with a layout that another one has: they share its process groups (training/rank.py).
+
+    These are of a role that learns, where there is one with that layout.
+    """
+    layouts = {
+        role: tables.roles[role].layouts.layout(row) for role, row in zip(pool, rows, strict=True) if role != ROLLOUT
+    }
+    order = sorted(layouts, key=lambda role: role not in TRAINED)
+    return {role for index, role in enumerate(order) if layouts[role] in [layouts[other] for other in order[:index]]}
+
+
+def _role_plan(
+    role: str, tables: AllTables, row: int, workload: Workload, cluster: Cluster, *, own_groups: bool
+) -> RolePlan:
     table = tables.roles[role]
     choice = table.layouts.take(np.array([row]))
-    held = held_bytes(role, choice, workload, cluster)
+    held, counted = (
+        held_bytes(role, choice, workload, cluster, own_groups=each) for each in (own_groups, table.own_groups)
+    )
+    kept = table.choices.rest[row] - np.ravel(counted.exchange)[0] + np.ravel(held.exchange)[0]
     cost = table.choices.cost[row]
     parts: dict[str, dict[str, float]] = {}
     dispatch_s = 0.0
@@ -115,7 +135,7 @@ def _role_plan(role: str, tables: AllTables, row: int, workload: Workload, clust
         seconds={"sync": gather, "sleep and wake": float(cost[0]) - gather, "prepare": cost[1], "train": cost[2]},
         parts=parts,
         held_bytes={name: float(np.ravel(value)[0]) for name, value in vars(held).items()},
-        offloaded_bytes=float(table.choices.rest[row]),
+        offloaded_bytes=float(kept),
         choice={
             **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "vpp", "dp")},
             **{key: getattr(layout, key) for key in UNEVEN if getattr(layout, key) is not None},
@@ -171,5 +191,7 @@ def _rollout_plan(
             "kv_tokens": int(held.cache_tokens[0]),
             "offloaded": offloaded,
         },
-        host_bytes=server_host(cluster, each),
+        host_bytes=server_host(
+            cluster, each, config if workload.replays_routing else None, float(held.cache_tokens[0])
+        ),
     )

@@ -35,7 +35,8 @@ class Rates:
     into a folder of weight versions, or reads from it: a guess, no data sheet of a device knows it. at_once: devices of a node
     that work at full speed at the same time, and servers_at_once likewise servers' devices: processes that stand for devices
     share cores. reserved_bytes: context, communicators. server_bytes: what a server of one rank holds on its device beside
-    weights and KV cache; offloaded_bytes: of it while it sleeps; server_rank_bytes: more of both for each further rank.
+    weights and KV cache; started_bytes: of it before it looks how much is free, of which its share is weights and cache;
+    offloaded_bytes: of it while it sleeps; server_rank_bytes: more of all three for each further rank.
     fragmentation: share of the memory that the allocator cannot use. host_rank_bytes,
     host_server_bytes: what a rank, and a server's part on one device, hold in the host's memory beside what a run has there:
     guesses, no run on a GPU was measured.
@@ -92,6 +93,7 @@ class Rates:
     disk_bytes_s: float = 1.0 * GB
     reserved_bytes: float = 2.0 * GIB
     server_bytes: float = 3.0 * GIB
+    started_bytes: float = 0.5 * GIB
     offloaded_bytes: float = 2.75 * GIB
     server_rank_bytes: float = GIB / 8
     fragmentation: float = 0.04
@@ -135,6 +137,7 @@ _CPU_RATES = Rates(
     copy_bytes_s=0.3 * GB,
     reserved_bytes=1.0 * GIB,
     server_bytes=1.5 * GIB,
+    started_bytes=1.5 * GIB,
     offloaded_bytes=1.5 * GIB,
     server_rank_bytes=0.0,
     fragmentation=0.02,

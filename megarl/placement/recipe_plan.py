@@ -21,14 +21,15 @@ from megarl.placement.placed import PlacementPlan
 from megarl.placement.plan import smallest_cluster
 from megarl.placement.prediction import placement_plan
 from megarl.placement.search import Found
+from megarl.placement.server_share import chosen_share
 from megarl.placement.space import Servers, one_layout
 from megarl.placement.tables import AllTables, RoleTable, RolloutTable, price_role, price_rollout, served_bytes
 from megarl.placement.workload import ACTOR, CRITIC, ROLLOUT, Workload, server_share
 from megarl.recipe.layouts import pools_of, role_layouts
 from megarl.recipe.schema import Recipe
 
-# SGLang's own share of a device, and that of a server which shares it with ranks (core/platform.py).
-OWN_FRACTION, SHARED_FRACTION = 0.85, 0.3
+# Of a server that is on ranks' devices, where the recipe says nothing (core/platform.py).
+SHARED_FRACTION = 0.3
 
 
 def predict_recipe(
@@ -154,7 +155,10 @@ def _rollout_table(
         most = min(settings.num_servers, places) * settings.tp
     used = np.array([most], np.int64)
     # The recipe's, for the workload may be that of the recipe before a plan was applied to it.
-    fraction = server_share(settings.server_args) or (SHARED_FRACTION if shared else OWN_FRACTION)
+    fraction = server_share(settings.server_args) or (SHARED_FRACTION if shared else None)
+    if fraction is None:
+        most_running, most_tokens = settings.max_running_requests, settings.kv_tokens
+        fraction = chosen_share(workload.models[ROLLOUT], settings.tp, cluster, most_running, most_tokens)
     choice = Servers(np.array([devices], np.int64) if devices else used, tp, np.array([fraction]), used)
     offloaded = cluster.device.offloads_to_host and bool(settings.offload)
     held = served_bytes(choice, workload, cluster)

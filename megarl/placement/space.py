@@ -34,8 +34,9 @@ class Space:
     tp, pp, cp, ep: sizes of the axes of a Megatron role; tensor parallel stays within a node, and experts are not cut
     by it (etp 1). vpp: virtual stages of a pipeline rank. recompute: activations. rest: whether a role may leave the
     device while it is not its turn.
-    memory_shares: share of the device's memory that a server may take while it is awake. server_nodes: whole nodes of one
-    server, where none of tp's sizes holds the model; larger parts of a node are looked at with them.
+    memory_shares: of a server (placement/server_share.py); of 32 ranks, and of devices with less than 76 GiB, 0.9 leaves no room
+    for the rest. server_nodes: whole nodes of one server, where none of tp's sizes holds the model; larger parts of a node are
+    looked at with them.
     """
 
     tp: tuple[int, ...] = (1, 2, 4, 8)
@@ -45,7 +46,7 @@ class Space:
     ep: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     recompute: tuple[Recompute, ...] = ("none", "full")
     rest: tuple[bool, ...] = (False, True)
-    memory_shares: tuple[float, ...] = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    memory_shares: tuple[float, ...] = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
     server_nodes: tuple[int, ...] = (2, 4)
 
 
@@ -134,9 +135,9 @@ def one_layout(
 
 @dataclass(frozen=True)
 class Servers:
-    """[N] choices of the rollout. devices: of the pool. tp: devices of one server. share: of a device's memory while awake.
+    """[N] choices of the rollout. devices: of the pool. tp: devices of one server. used: devices that servers are on.
 
-    used: devices that servers are on.
+    share: of what a server finds free on a device, for its weights and its cache (placement/server_share.py).
     """
 
     devices: Ints

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megarl.placement.cluster import Cluster
-from megarl.placement.communicators import exchange_bytes
+from megarl.placement.communicators import exchange_bytes, frozen_bytes
 from megarl.placement.compute import Seconds, core_share, score_seconds, update_seconds
 from megarl.placement.frontier import COSTS, SLOWEST, Choices, is_least
 from megarl.placement.generation import rollout_seconds
@@ -23,12 +23,12 @@ from megarl.placement.memory import (
     Role,
     RoleBytes,
     ServerBytes,
-    further_bytes,
     role_bytes,
     server_bytes,
     top_bytes,
 )
 from megarl.placement.search import Tables
+from megarl.placement.server_share import further_bytes
 from megarl.placement.space import Ints, Layouts, Mask, Servers, Space, layouts, servers
 from megarl.placement.weight_sync import gather_seconds, sync_seconds
 from megarl.placement.workload import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, TRAINED, Workload
@@ -42,11 +42,15 @@ _BUDGETS = {
 
 @dataclass(frozen=True)
 class RoleTable:
-    """A Megatron role's choices. offloaded: [N] whether it leaves the device. choices.rows are indices into `layouts`."""
+    """A Megatron role's choices. offloaded: [N] whether it leaves the device. choices.rows are indices into `layouts`.
+
+    own_groups: see `held_bytes`.
+    """
 
     layouts: Layouts
     offloaded: Mask
     choices: Choices
+    own_groups: bool = True
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def _tied_table(actor: RoleTable, workload: Workload, cluster: Cluster, space: S
     ways = space.rest if cluster.device.offloads_to_host and workload.lora is None else (False,)
     rows = np.tile(np.arange(len(actor.layouts)), len(ways))
     choice = replace(actor.layouts.take(rows), recompute=np.zeros(len(rows), np.int64))
-    return price_role(REFERENCE, choice, np.repeat(ways, len(actor.layouts)), workload, cluster)
+    return price_role(REFERENCE, choice, np.repeat(ways, len(actor.layouts)), workload, cluster, own_groups=False)
 
 
 def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, pool_sizes: Sequence[int]) -> RoleTable:
@@ -168,10 +172,14 @@ def price_role(
     cluster: Cluster,
     *,
     parts: Collection[str] = ("grads", "params", "optimizer"),
+    own_groups: bool = True,
 ) -> RoleTable:
-    """Bytes and seconds of these choices, whether a device holds them or not. parts: what an offloaded role leaves it with."""
+    """Bytes and seconds of these choices, whether a device holds them or not. parts: what an offloaded role leaves it with.
+
+    own_groups: see `held_bytes`.
+    """
     cost = _costs(role, choice, workload, cluster)
-    held = held_bytes(role, choice, workload, cluster)
+    held = held_bytes(role, choice, workload, cluster, own_groups=own_groups)
     kept = {"params": held.weights, "optimizer": held.optimizer}  # on the host: gradients are made anew
     moved = sum(size for part, size in kept.items() if part in parts)
     # A frozen role's weights are on the host anyway: they only come back.
@@ -183,6 +191,7 @@ def price_role(
         layouts=choice,
         offloaded=offloaded,
         choices=Choices(choice.devices, rest, held.state + held.working - rest, cost, np.arange(len(choice))[:, None]),
+        own_groups=own_groups,
     )
 
 
@@ -297,8 +306,13 @@ def within(held: Any, seconds: Any, devices: Ints, cluster: Cluster, budgets: Se
     return np.unique(np.concatenate(kept))
 
 
-def held_bytes(role: str, choice: Layouts, workload: Workload, cluster: Cluster) -> RoleBytes:
-    """Bytes of a Megatron role of the workload under every choice. Under LoRA the reference is the actor without adapters."""
+def held_bytes(
+    role: str, choice: Layouts, workload: Workload, cluster: Cluster, *, own_groups: bool = True
+) -> RoleBytes:
+    """Bytes of a Megatron role of the workload under every choice. Under LoRA the reference is the actor without adapters.
+
+    own_groups: False where another role of its pool has the same layout: they share process groups.
+    """
     scored = workload.scores is not None or (workload.lora is not None and REFERENCE in workload.models)
     use = Role(
         trained=role in TRAINED,
@@ -311,8 +325,9 @@ def held_bytes(role: str, choice: Layouts, workload: Workload, cluster: Cluster)
         passes=role == CRITIC or (role == ACTOR and scored),
     )
     held = role_bytes(workload.models[role], choice, workload.bytes_each, use, cluster.device.kernels)
-    if role in TRAINED:  # those that are frozen have the same layout as a rule, and so the same communicators
-        held = replace(held, exchange=exchange_bytes(workload.models[role], choice, cluster))
+    if own_groups:
+        exchange = exchange_bytes if role in TRAINED else frozen_bytes
+        held = replace(held, exchange=exchange(workload.models[role], choice, cluster))
     if role != ACTOR or not workload.teacher_top:
         return held
     mini_batch = workload.tokens / workload.mini_batches

@@ -54,7 +54,7 @@ class Workload:
     kv_tokens, server_share: what the recipe itself says of a server's cache, and of its share of a device's memory. transport:
     how weights go to servers. async_save: whether checkpoints are written beside the training. teacher_top: of how many of a
     teacher's likeliest tokens at each position the actor is given log-probs; 0: of none.
-    states: how servers keep those of linear attention.
+    states: how servers keep those of linear attention. replays_routing: whether servers tell ranks which experts they chose.
     """
 
     models: Mapping[str, ModelConfig]
@@ -82,6 +82,7 @@ class Workload:
     tied: bool = False
     teacher_top: int = 0
     states: StatePool = field(default_factory=StatePool)
+    replays_routing: bool = False
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -142,9 +143,7 @@ def recipe_workload(
     rollout, actor, read = recipe.rollout, recipe.actor, read or read_model
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = longest_sample(recipe)
-    models = {ACTOR: model, ROLLOUT: model}
-    if recipe.algorithm.kl_coef > 0:
-        models[REFERENCE] = model
+    models = {ACTOR: model, ROLLOUT: model} | ({REFERENCE: model} if recipe.algorithm.kl_coef > 0 else {})
     if recipe.critic is not None:
         models[CRITIC] = model if recipe.critic.path is None else read(recipe.critic.path)
     if recipe.reward_model is not None:
@@ -185,6 +184,7 @@ def recipe_workload(
         tied=REFERENCE in models and is_tied(recipe),
         teacher_top=recipe.algorithm.distill_top_k if taught else 0,
         states=state_pool(rollout.server_args, rollout.max_running_requests),
+        replays_routing=actor.routing_replay,
     )
 
 

@@ -14,6 +14,7 @@ from megarl.placement.compute import score_seconds, update_seconds
 from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import Lengths
 from megarl.placement.memory import server_bytes
+from megarl.placement.server_share import sharing
 from megarl.placement.sizes import kv_bytes, model_sizes
 from megarl.placement.space import Servers, one_layout
 from megarl.placement.workload import Workload
@@ -145,7 +146,8 @@ def serving_pairs(cluster: Cluster, found: Findings) -> Pairs:
         weights, cache = model_sizes(config).total * work.bytes_each, kv_bytes(config, one, work.bytes_each)[0]
         held = weights + CACHE_TOKENS * cache + cluster.rates.server_bytes
         count = np.array([each.servers], np.int64)
-        choice = Servers(count, one, np.array([held * (1 + 1e-9) / cluster.device.memory_bytes]), count)
+        choice = Servers(count, one, np.ones(1), count)
+        choice = replace(choice, share=sharing(choice, cluster, held * (1 + 1e-9)))
         bytes_held = server_bytes(config, choice, cluster, work.bytes_each)
         pairs.append((float(rollout_seconds(config, choice, bytes_held, work, cluster).total[0]), each.seconds))
     return pairs

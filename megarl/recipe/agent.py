@@ -79,14 +79,24 @@ EnvironmentName = Literal["guess_number", "calculator", "maze", "code"] | Path
 Method = Annotated[str, Field(pattern=r"^[A-Za-z]\w*$")]
 
 
-class NamedEnvironment(Section):
-    """One of several environments: what a section `agent` says of its only one."""
+Command = Annotated[tuple[str, ...], Field(min_length=1)]
 
-    environment: EnvironmentName = Field(description="as agent.environment")
-    settings: dict[str, Any] = Field({}, description="keyword arguments of its class")
+
+class NamedPlayer(Section):
+    """One of several environments or harnesses: what a section `agent` says of its only one."""
+
+    environment: EnvironmentName | None = Field(None, description="as agent.environment")
+    command: Command | None = Field(None, strict=False, description="a harness in its place, as agent.command")
+    function: Path | None = Field(None, description="a harness in its place, as agent.function")
+    settings: dict[str, Any] = Field({}, description="keyword arguments of the environment's class")
     environment_tools: tuple[Method, ...] = Field(
         (), strict=False, description="its methods that the policy may call, as agent.environment_tools"
     )
+
+    @property
+    def harnessed(self) -> bool:
+        """Whether a harness plays, at the endpoint."""
+        return self.command is not None or self.function is not None
 
 
 class Agent(Section):
@@ -94,8 +104,14 @@ class Agent(Section):
 
     @property
     def harnessed(self) -> bool:
-        """Whether a harness plays, at the endpoint."""
-        return self.command is not None or self.function is not None
+        """Whether a harness plays, at the endpoint; or one of several."""
+        named = any(each.harnessed for each in self.environments.values())
+        return self.command is not None or self.function is not None or named
+
+    @property
+    def has_command(self) -> bool:
+        """Whether that is a process for each episode."""
+        return self.command is not None or any(each.command is not None for each in self.environments.values())
 
     @property
     def has_tools(self) -> bool:
@@ -106,12 +122,17 @@ class Agent(Section):
     @property
     def has_environment(self) -> bool:
         """Whether an environment plays, or one of several."""
-        return self.environment is not None or bool(self.environments)
+        named = any(each.environment is not None for each in self.environments.values())
+        return self.environment is not None or named
 
     def kinds(self) -> dict[str, Agent]:
-        """For each of several environments, by name, the section as it would be with that one alone."""
+        """For each of several environments and harnesses, by name, the section as it would be with that one alone."""
         alone: dict[str, Any] = {"environments": {}, "environment_key": None}
-        return {name: self.model_copy(update={**dict(each), **alone}) for name, each in self.environments.items()}
+        own: dict[str, Any] = {"tools": (), "mcp": ()}  # a harness has tools of its own
+        return {
+            name: self.model_copy(update={**dict(each), **alone, **(own if each.harnessed else {})})
+            for name, each in self.environments.items()
+        }
 
     @property
     def rewards(self) -> bool:
@@ -124,17 +145,18 @@ class Agent(Section):
         "the coroutines start, step and close; default: nobody but tools; the "
         "first turn without a call is the answer, and graders reward it",
     )
-    environments: dict[str, NamedEnvironment] = Field(
+    environments: dict[str, NamedPlayer] = Field(
         {},
-        description="several in the place of environment, by name: {walk: {environment: maze, settings: {size: 3}}, shop: "
-        '{environment: "shop:Shop", environment_tools: [price_of]}}; a row\'s episodes go to the one that it names',
+        description="several environments and harnesses in the place of one, by name: {walk: {environment: maze, settings: "
+        '{size: 3}}, shop: {environment: "shop:Shop", environment_tools: [price_of]}, web: {command: [python, play.py]}}; a '
+        "row's episodes go to the one that it names",
     )
     environment_key: str | None = Field(
         None,
         min_length=1,
         description="with environments: the field of the rows that names one of them, dots into objects, such as data_source",
     )
-    command: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
+    command: Command | None = Field(
         None,
         strict=False,
         description="a harness in the place of an environment: a process for each episode, which asks the policy by "
@@ -214,7 +236,9 @@ class Agent(Section):
         "for containers and machines beside it",
     )
     processes: PositiveInt = Field(
-        32, description="most processes of command at once in each collector; other episodes wait for them"
+        32,
+        description="most processes of command, and of each command in environments, at once in each collector; other "
+        "episodes wait for them",
     )
     credit: Literal["episode", "turn"] = Field(
         "episode",

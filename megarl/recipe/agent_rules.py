@@ -24,6 +24,29 @@ def _players(agent: Agent) -> list[str]:
     return [f"agent.{key}" for key in ("environment", "environments", "command", "function") if getattr(agent, key)]
 
 
+def _unclear(agent: Agent) -> list[str]:
+    """Of several, who is none, or more than one."""
+    return [
+        name
+        for name, each in agent.environments.items()
+        if sum(one is not None for one in (each.environment, each.command, each.function)) != 1
+    ]
+
+
+def _beside_harness(agent: Agent) -> list[str]:
+    """Of several, the keys of a harness that are an environment's."""
+    return [
+        f"agent.environments.{name}.{key}"
+        for name, each in agent.environments.items()
+        for key in ("settings", "environment_tools")
+        if each.harnessed and getattr(each, key)
+    ]
+
+
+def _harnesses_alone(agent: Agent) -> bool:
+    return agent.harnessed and not agent.has_environment
+
+
 AGENT_UNREAD: tuple[Unread, ...] = (
     Unread(
         ("agent.settings",),
@@ -52,7 +75,7 @@ AGENT_UNREAD: tuple[Unread, ...] = (
     Unread(
         ("agent.served_as", "agent.listen"),
         lambda r, _: r.agent is None or r.agent.harnessed,
-        "there is no endpoint without a harness: set agent.command or agent.function",
+        "there is no endpoint without a harness: set agent.command or agent.function, or one of them in agent.environments",
         (Recipe,),
     ),
     Unread(
@@ -64,8 +87,8 @@ AGENT_UNREAD: tuple[Unread, ...] = (
     ),
     Unread(
         ("agent.processes",),
-        lambda r, _: r.agent is None or r.agent.command is not None,
-        "they are a harness's: set agent.command",
+        lambda r, _: r.agent is None or r.agent.has_command,
+        "they are a harness's: set agent.command, or one in agent.environments",
         (Recipe,),
     ),
     Unread(
@@ -107,14 +130,29 @@ AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
         (Recipe,),
     ),
     Contradiction(
+        "agent.environments",
+        lambda r, _: r.agent is not None and bool(_unclear(r.agent)),
+        lambda r: (
+            f"one plays the episodes of {' and of '.join(_unclear(r.agent))}: an environment, a command or a function. Name one "
+            "of the three there"
+        ),
+        (Recipe,),
+    ),
+    Contradiction(
+        "agent.environments",
+        lambda r, _: r.agent is not None and bool(_beside_harness(r.agent)),
+        lambda r: f"a harness has none of what an environment has. Remove {' and '.join(_beside_harness(r.agent))}",
+        (Recipe,),
+    ),
+    Contradiction(
         "agent.tools",
-        lambda r, _: r.agent is not None and bool(r.agent.tools) and r.agent.harnessed,
+        lambda r, _: r.agent is not None and bool(r.agent.tools) and _harnesses_alone(r.agent),
         lambda r: "a harness has tools of its own, and sends them with its requests. Remove the key",
         (Recipe,),
     ),
     Contradiction(
         "agent.mcp",
-        lambda r, _: r.agent is not None and bool(r.agent.mcp) and r.agent.harnessed,
+        lambda r, _: r.agent is not None and bool(r.agent.mcp) and _harnesses_alone(r.agent),
         lambda r: "a harness has tools of its own, and sends them with its requests. Remove the key",
         (Recipe,),
     ),

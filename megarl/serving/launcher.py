@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from megarl.serving.device_share import devices_in_use, share_flags
+
 DETERMINISTIC = "--enable-deterministic-inference"
 ATTENTION = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
 
@@ -86,7 +88,7 @@ def run_sglang_server(argv: list[str], api_key: Secret) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    server_args = prepare_server_args([*argv, *attention_flags(argv)])
+    server_args = prepare_server_args([*argv, *attention_flags(argv), *share_flags(argv, devices_in_use())])
     server_args.api_key = api_key
     keep_scales(server_args.load_format)
     name_instance(Path(tempfile.gettempdir()).name)  # a folder of the server's own

@@ -1,4 +1,4 @@
-"""Several environments in one run: whose episodes a row's are, what each tells the model, and what is refused of rows."""
+"""Several environments and harnesses in one run: whose episodes a row's are, what each tells the model, what is refused."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from megarl.agents.by_row import EpisodesByRow
+from megarl.agents.by_row import PlayersByRow
 from megarl.agents.check import check_agent
+from megarl.agents.episode import Episodes
 from megarl.agents.player import open_player
 from megarl.agents.row_kinds import check_kinds
 from megarl.core.errors import UserError
-from megarl.core.types import Prompt, Sample
+from megarl.core.types import Prompt, Sample, Status
 from megarl.recipe.agent import Agent
 from megarl.recipe.schema import Recipe
 from megarl.rollout.asking import Asker
@@ -47,7 +48,7 @@ def rows(*kinds: Any) -> list[Prompt]:
     return [make_row("Go.", extra={"kind": kind}) for kind in kinds]
 
 
-def played(player: EpisodesByRow, prompts: list[Prompt]) -> list[Sample]:
+def played(player: PlayersByRow, prompts: list[Prompt]) -> list[Sample]:
     """One episode of each row. The policy adds one as long as it is told of that tool, and says b else."""
     add, end = ids_of("add(by=1)"), ids_of("b")
     fake = writing("b")
@@ -65,12 +66,12 @@ def played(player: EpisodesByRow, prompts: list[Prompt]) -> list[Sample]:
     return asyncio.run(asyncio.wait_for(go(), 60))
 
 
-def opened(recipe: Recipe) -> EpisodesByRow:
+def opened(recipe: Recipe) -> PlayersByRow:
     router = FakeSglang.__new__(FakeSglang)  # not asked
     player = open_player(recipe, router, "127.0.0.1", TOKENIZER)  # type: ignore[arg-type]
-    assert isinstance(player, EpisodesByRow)
+    assert isinstance(player, PlayersByRow)
     for episodes in player._players.values():
-        if episodes._settings.tools is not None:
+        if isinstance(episodes, Episodes) and episodes._settings.tools is not None:
             episodes._settings.tools._parser = Reader()
     return player
 
@@ -91,7 +92,7 @@ def test_functions_and_servers_of_tools_are_for_all_and_there_is_one_of_each(tmp
     keys = {"tools": [f"{KIT}:multiply"], "mcp": [f"{sys.executable} {SHOP} {pids}"]}
     player = opened(by_row(tmp_path, **keys))
     names = {
-        name: [schema["function"]["name"] for schema in episodes._settings.tools.schemas]  # type: ignore[union-attr]
+        name: [schema["function"]["name"] for schema in episodes._settings.tools.schemas]  # type: ignore[attr-defined]
         for name, episodes in player._players.items()
     }
     shop = ["price_of", "close_down", "wait", "leaflet"]
@@ -99,6 +100,33 @@ def test_functions_and_servers_of_tools_are_for_all_and_there_is_one_of_each(tmp
     asyncio.run(player.close())
     [pid] = [int(line) for line in pids.read_text().split()]
     assert ended([pid])
+
+
+def test_a_row_may_be_a_harness_s_and_another_an_environment_s(tmp_path: Path) -> None:
+    script = "import sys; sys.exit(3)"
+    kinds = {
+        "count": KINDS["count"],
+        "web": {"function": "tests.support.dry.own:converse"},
+        "script": {"command": [sys.executable, "-c", script]},
+    }
+    recipe = by_row(tmp_path, environments=kinds, tools=[f"{KIT}:multiply"], max_turns=4)
+    assert check_agent(recipe, TOKENIZER) > 0
+    counted, asked, ended_early = played(opened(recipe), rows("count", "web", "script"))
+    assert counted.metadata["turn_rewards"] == [-0.25, -0.25, 1.0]
+    # Two turns; the reward is the length of the model's name, and what the address ends with.
+    assert asked.metadata["turn_rewards"] == [0.0, 7.0] and asked.reward == 7.0
+    assert ended_early.status is Status.FAILED
+    assert "the harness ended with exit code 3" in ended_early.metadata["failure"]
+
+
+def test_a_harness_that_is_not_there_is_told_of_by_its_name(tmp_path: Path) -> None:
+    for wrong, says in (
+        ({"command": ["/no/such/program"]}, "there is no program '/no/such/program' to run"),
+        ({"function": f"{COUNTERS}:Counter"}, "it is no coroutine"),
+    ):
+        with pytest.raises(UserError) as caught:
+            check_agent(by_row(tmp_path, environments={**KINDS, "odd": wrong}), TOKENIZER)
+        assert str(caught.value).startswith("In agent.environments.odd: ") and says in str(caught.value)
 
 
 def test_every_environment_is_checked_and_the_message_says_of_which_it_speaks(tmp_path: Path) -> None:
@@ -177,5 +205,5 @@ def test_what_tools_hold_is_closed_though_an_environment_does_not_close() -> Non
     held = Held()
     players: Any = {"a": Stuck()}
     with pytest.raises(RuntimeError, match="stuck"):
-        asyncio.run(EpisodesByRow(players, "kind", [held]).close())
+        asyncio.run(PlayersByRow(players, "kind", [held]).close())
     assert held.closed

@@ -22,6 +22,7 @@ from megarl.core.platform import get_platform
 from megarl.core.types import Column, Shard
 from megarl.models.known_configs import FOLDER
 from megarl.placement.workload import read_model
+from tests.training import samples
 
 GIB = 2**30
 CPU, CUDA = get_platform("cpu"), get_platform("cuda")
@@ -131,6 +132,22 @@ def test_mfu_is_of_micro_batches_whatever_a_step_takes(
     assert found["update_flops_s"] == 3 * (layers + logits) / 2
     assert found["update_flops_s_with_recompute"] == (4 * layers + 3 * logits) / 2
     assert found["logprobs_flops_s"] == 4 * (layers + logits) / 2
+
+
+def test_samples_of_a_cell_take_no_longer_where_its_vocabulary_is_a_real_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a teacher says of each token is sorted over the vocabulary: minutes of the host, of the 150 s of a cell."""
+
+    def never(*_: Any) -> Any:
+        raise AssertionError("a number for each entry of the vocabulary")
+
+    monkeypatch.setattr(engine_cell, "_offload", lambda *_: {"offload": {}})
+    monkeypatch.setattr(samples, "likeliest", never)
+    figures = list(phases(monkeypatch, tmp_path, Cell("engine", "tiny", 64, 2), 1.0).run())
+    assert figures and not [
+        example for example in samples.examples([5], 97, taught=False) if "teacher_top" in example.columns
+    ]
 
 
 def test_each_state_goes_to_the_host_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.hybridflow import OTHERS, RANGES, RESULT, draw, figures, step
+from bench.hybridflow import OTHERS, RANGES, draw, figures, step
 from bench.support.hybridflow import ALONE, COLOCATE, FINDINGS, PARTITIONS, Pricing, Software, outcome
+from bench.support.measure import RESULTS
 
 
 @pytest.fixture(scope="module")
 def written() -> Software:
-    kept = json.loads(RESULT.read_text())["software"]
+    kept = json.loads((RESULTS / "hybridflow.json").read_text())["software"]
     return Software(**{**kept, "recompute": tuple(kept["recompute"])})
 
 

@@ -10,12 +10,14 @@ import pytest
 
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
+from megarl.models.known_configs import known_config
 from megarl.placement.apply import apply_plan, plan_recipe
 from megarl.placement.cluster import Cluster, make_cluster, read_cluster
 from megarl.placement.devices import GIB
 from megarl.placement.host import (
     OFFLOADED,
     RANKS,
+    ROUTING,
     SAVE,
     SERVERS,
     fullest_node,
@@ -28,11 +30,13 @@ from megarl.placement.local import host_cluster
 from megarl.placement.memory import RoleBytes
 from megarl.placement.placed import PlacementPlan, PoolPlan, RolePlan
 from megarl.placement.plan import make_plan
-from megarl.placement.recipe_plan import check_fits
+from megarl.placement.recipe_plan import check_fits, predict_recipe
 from megarl.placement.report import as_json
 from megarl.placement.space import one_layout
 from megarl.placement.workload import read_model, recipe_workload
-from tests.placement.samples import GRPO, QWEN_7B, workload
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import Recipe
+from tests.placement.samples import GRPO, QWEN_7B, QWEN_30B_A3B, workload
 from tests.placement.test_apply import LARGE, recipe
 
 H100 = make_cluster("H100", 1)
@@ -63,6 +67,27 @@ def test_a_save_takes_what_it_gathers_and_what_it_copies(layout: Layout, more: d
 def test_an_offloaded_role_leaves_weights_and_optimizer_on_the_host_and_no_gradients() -> None:
     assert host(Layout(world_size=8, tp=8), offloaded=True) == {OFFLOADED: 16 + 96, SAVE: 0.0}
     assert host(Layout(world_size=8), offloaded=True, trained=False, async_save=True) == {OFFLOADED: 112, SAVE: 0.0}
+
+
+def test_servers_keep_the_experts_that_they_chose_for_all_tokens_of_their_cache(tmp_path: Path) -> None:
+    """SGLang 0.5.21: 4 bytes a choice, of every layer, for each token that the cache holds, on each rank of a server."""
+    layers, chosen = QWEN_30B_A3B.num_layers, 8
+    held = server_host(H100, 2, QWEN_30B_A3B, 1000.0)
+    assert held == {SERVERS: 2 * H100.rates.host_server_bytes, ROUTING: 2 * 1000 * layers * chosen * 4}
+    assert server_host(H100, 2) == server_host(H100, 2, QWEN_7B, 1000.0) == {SERVERS: held[SERVERS]}
+    assert server_host(host_cluster(2), 1, QWEN_30B_A3B, 1000.0) == {}
+
+    path = known_config(Path("Qwen/Qwen3-30B-A3B"))
+    assert path is not None
+    asked = load_recipe(Path("recipes/qwen3_30b_a3b_grpo_32.yaml"), [f"model.path={path.parent}"], Recipe).recipe
+    work = recipe_workload(asked, read_model(path.parent))
+    plan = predict_recipe(asked, work, make_cluster("H100", 4))
+    [served] = [role for pool in plan.pools for role in pool.roles if role.role == "rollout"]
+    assert served.host_bytes[ROUTING] == served.choice["kv_tokens"] * 48 * 8 * 4
+    assert 2.5 * GIB < served.host_bytes[ROUTING] < 3 * GIB
+    assert f"{ROUTING} 2" in host_words(plan)
+    without = predict_recipe(asked, replace(work, replays_routing=False), make_cluster("H100", 4))
+    assert ROUTING not in fullest_node(without.pools)[0]
 
 
 def test_processes_that_stand_for_devices_have_no_other_memory(tmp_path: Path) -> None:

@@ -151,10 +151,12 @@ def test_what_does_not_fit_is_refused_with_the_smallest_cluster() -> None:
 
 
 def test_a_share_that_leaves_no_room_for_what_is_kept_is_named_as_what_does_not_fit() -> None:
-    held = r"rollout alone does not fit .*74\.8 GiB.* has --mem-fraction-static 0\.95: lower it to at most 0\.93\.$"
+    held = r"rollout alone does not fit .*74\.8 GiB.* has --mem-fraction-static 0\.95: lower it to at most 0\.9\.$"
     with pytest.raises(UserError, match=held):
         make_plan(workload(QWEN_7B, GRPO, server_share=0.95), CLUSTER)
-    assert make_plan(workload(QWEN_7B, GRPO, server_share=0.93), CLUSTER, top=1).best.step_s > 0
+    with pytest.raises(UserError, match=r"0\.91: lower it to at most 0\.9\.$"):
+        make_plan(workload(QWEN_7B, GRPO, server_share=0.91), CLUSTER)
+    assert make_plan(workload(QWEN_7B, GRPO, server_share=0.9), CLUSTER, top=1).best.step_s > 0
 
 
 @pytest.mark.parametrize("nodes", [3, 100_000])

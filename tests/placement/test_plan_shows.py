@@ -78,7 +78,7 @@ def told(plan: Plan) -> str:
         (make_cluster("H100", 1), [*EIGHT, "eval.overlap=true"], "eval.overlap is set, and there are not devices"),
         (
             make_cluster("H100", 1),
-            ["cluster.platform=cuda", "rollout.kv_tokens=null", "rollout.server_args=[--mem-fraction-static, '0.2']"],
+            ["cluster.platform=cuda", "rollout.kv_tokens=null", "rollout.server_args=[--mem-fraction-static, '0.15']"],
             "do not hold the weights and, in the KV cache, one sample",
         ),
     ],

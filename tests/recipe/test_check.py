@@ -171,6 +171,22 @@ UNREAD = [
         ["agent.environment=maze", "agent.environment_key=source"],
         ["agent.environment=null", "agent.environments={a: {environment: maze}}"],
     ),
+    (
+        [
+            "agent.environments={a: {environment: maze}}",
+            "agent.environment_key=s",
+            "agent.listen=node",
+        ],
+        ["agent.environments={a: {environment: maze}, b: {function: 'shop:play'}}"],
+    ),
+    (
+        ["agent.environments={a: {function: 'shop:play'}}", "agent.environment_key=s", "agent.processes=2"],
+        ["agent.environments={a: {function: 'shop:play'}, b: {command: [play]}}"],
+    ),
+    (
+        ["agent.environments={a: {command: [play]}}", "agent.environment_key=s", "agent.workers=1"],
+        ["agent.environments={a: {command: [play]}, b: {environment: maze}}"],
+    ),
     (["agent.environment=maze", "agent.credit=turn"], ["algorithm.advantage=reinforce_pp"]),
     (["agent.environment=maze", "agent.credit=turn"], ["algorithm.advantage=grpo_turns"]),
     (["algorithm.old_logprobs=rollout", "algorithm.max_logprob_diff=0.1"], ["algorithm.old_logprobs=trainer"]),
@@ -421,6 +437,33 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
             ["agent.environments={a: {environment: maze}}", "agent.environment_key=s", "agent.environment=maze"],
             "agent.environment and agent.environments are set",
         ),
+        (
+            ["agent.environments={a: {settings: {size: 3}}}", "agent.environment_key=s"],
+            "one plays the episodes of a: an environment, a command or a function. Name one of the three there",
+        ),
+        (
+            [
+                "agent.environments={a: {environment: maze, command: [play]}, b: {command: [play]}}",
+                "agent.environment_key=s",
+            ],
+            "one plays the episodes of a: an environment, a command or a function",
+        ),
+        (
+            ["agent.environments={a: {command: [play], settings: {size: 3}}}", "agent.environment_key=s"],
+            "a harness has none of what an environment has. Remove agent.environments.a.settings",
+        ),
+        (
+            ["agent.environments={a: {command: [play]}}", "agent.environment_key=s", "agent.tools=[kit:tool]"],
+            "a harness has tools of its own",
+        ),
+        (
+            [
+                "agent.environments={a: {environment: maze}, b: {function: 'shop:play'}}",
+                "agent.environment_key=s",
+                "agent.rewritten=split",
+            ],
+            "split is for environments and tools",
+        ),
         (["agent.command=[play]", "agent.rewritten=split"], "split is for environments and tools"),
         (["agent.environment=maze", "agent.turn_tokens=65"], "does not fit into rollout.max_response_tokens 64"),
         (
@@ -661,8 +704,9 @@ def test_where_an_environment_rewards_a_rule_grades_only_if_it_is_named(recipe_f
     loaded = load_recipe(recipe_file, [maze])
     assert Recipe.model_validate(loaded.resolved).reward == loaded.recipe.reward
     assert load_recipe(recipe_file).recipe.agent is None
-    several = ["agent.environments={a: {environment: maze}}", "agent.environment_key=kind"]
-    assert load_recipe(recipe_file, several).recipe.reward.by_name() == {}
+    for player in ("environment: maze", "command: [play]"):
+        several = [f"agent.environments={{a: {{{player}}}}}", "agent.environment_key=kind"]
+        assert load_recipe(recipe_file, several).recipe.reward.by_name() == {}
 
 
 @pytest.mark.parametrize("name", ["environment", "x"])

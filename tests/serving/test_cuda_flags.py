@@ -21,13 +21,15 @@ import pytest
 
 import megarl
 from megarl.core.errors import UserError
-from megarl.core.platform import CPU_ENV, CUDA_SHARED, SETTING_SHARED, get_platform
+from megarl.core.platform import CPU_ENV, CUDA_ENV, CUDA_SHARED, SETTING_SHARED, get_platform
 from megarl.models.config import ModelConfig
 from megarl.models.fp8_weights import check_servable
 from megarl.models.known_configs import known_config
 from megarl.models.layout_check import cuts_servers
 from megarl.models.lora_served import FAMILIES, served_lora
 from megarl.models.lora_settings import LoraSettings
+from megarl.placement.cluster import make_cluster
+from megarl.placement.server_share import chosen_share
 from megarl.placement.states import StatePool
 from megarl.placement.workload import FRACTION_FLAG, read_model
 from megarl.recipe.load import load_recipe
@@ -182,7 +184,8 @@ def settled(kind: str, words: dict[str, list[str]]) -> dict[str, Any]:
     """What SGLang makes of servers' words on such devices."""
     told = subprocess.run(
         [sys.executable, "-m", "tests.support.sglang_fake_devices", kind],
-        env={name: value for name, value in os.environ.items() if name not in CPU_ENV},  # a run in this process sets it
+        # A run in this process sets the CPU's; a server starts with the device's.
+        env={name: value for name, value in os.environ.items() if name not in CPU_ENV} | CUDA_ENV,
         input=json.dumps(words),
         capture_output=True,
         text=True,
@@ -237,6 +240,29 @@ def test_a_server_has_the_nccl_that_the_ranks_have_or_is_not_reached_by_it(answe
         assert {key: nccl[key] for key in CUDA_SHARED} == expected, form
         several = replace(own_spec(name), **forms(name)[form].differs).tp > 1 and "deterministic" in form
         assert (fixed <= nccl.keys()) == several, form  # weights go to those through the host: run/sending.py
+
+
+@pytest.mark.slow
+def test_a_server_has_as_many_queues_as_sglang_wants_and_not_the_ranks_one(answers: dict[str, Any]) -> None:
+    """What it starts with is the ranks' environment: SGLang sets this before it starts its own processes."""
+    assert CUDA.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    found = {answers[f"{name} apart"]["nccl"]["CUDA_DEVICE_MAX_CONNECTIONS"] for name in NAMES}
+    assert found == {"8"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_has_the_share_that_a_server_takes_which_is_told_none(name: str, answers: dict[str, Any]) -> None:
+    cluster, apart = make_cluster("H100", 1), own_spec(name)
+    found, planned = {}, {}
+    for form in ("apart", "kv tokens", "four nodes", "deterministic"):
+        if form in forms(name):
+            spec = replace(apart, **forms(name)[form].differs)
+            tokens = None if spec.kv_tokens is None else spec.kv_tokens + SPARE_TOKENS
+            found[form] = answers[f"{name} {form}"]["settled"]["mem_fraction_static"]
+            model = read_model(spec.model)
+            planned[form] = chosen_share(model, spec.tp, cluster, spec.max_running_requests, tokens)
+    assert planned == pytest.approx(found, abs=0.002)
 
 
 @pytest.mark.slow

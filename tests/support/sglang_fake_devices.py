@@ -1,8 +1,8 @@
 """`python -m tests.support.sglang_fake_devices H100`: how SGLang settles flags on a node of 8 H100, or B200, where there is none.
 
 Reads {name: words of the launcher} as JSON; prints as its last line {name: {"problem": text or null, "settled": {setting: value},
-"nccl": {variable: value}}}. Everything is SGLang's own code, from the parser to the last check before processes start; fake is
-what it asks of the machine: whether there are devices, of what kind, with how much memory.
+"nccl": {variable: value}}}, the last with CUDA's queues. Everything is SGLang's own code, from the parser to the last check
+before processes start; fake is what it asks of the machine: whether there are devices, of what kind, with how much memory.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def settle(words: list[str]) -> dict[str, Any]:
             settings.resolve_once()
             settings.check_server_args()
             importlib.import_module(ENGINE)._set_envs_and_config(settings)
-            nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+            nccl = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "CUDA_DEVICE_"))}
             return {"problem": None, "settled": settings.resolved_dict(), "nccl": nccl}
     except (Exception, SystemExit) as error:
         return {"problem": "".join(traceback.format_exception_only(error)), "settled": {}}

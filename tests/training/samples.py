@@ -23,8 +23,11 @@ class Example:
     columns: dict[str, np.ndarray]
 
 
-def examples(lengths: list[int], vocab_size: int, seed: int = 0) -> list[Example]:
-    """One example for each length; its second half is the response. Old log-probs are near those of a random model."""
+def examples(lengths: list[int], vocab_size: int, seed: int = 0, *, taught: bool = True) -> list[Example]:
+    """One example for each length; its second half is the response. Old log-probs are near those of a random model.
+
+    taught: with the column of a teacher, which sorts as many numbers a token as the vocabulary has: seconds, where it is real.
+    """
     random = np.random.default_rng(seed)
     made = []
     for length in lengths:
@@ -38,7 +41,8 @@ def examples(lengths: list[int], vocab_size: int, seed: int = 0) -> list[Example
             "ref_logprobs": (old + 0.1 * random.standard_normal(length).astype(np.float32)) * mask,
             "advantages": np.float32(random.standard_normal()) * mask,
         }
-        columns["teacher_top"] = likeliest(length, vocab_size, seed)
+        if taught:
+            columns["teacher_top"] = likeliest(length, vocab_size, seed)
         rollout = (old + 0.01 * random.standard_normal(length).astype(np.float32)) * mask
         made.append(Example(tokens, np.append(tokens[1:], 0)[:length], mask, rollout, columns))
     return made
@@ -58,7 +62,8 @@ def shards(
 ) -> tuple[list[Shard], list[dict[str, Column]]]:
     """Deal each mini-batch to dp shards, each cut into micro-batches; weights are token-mean over the mini-batch."""
     parts: list[list[MiniBatch]] = [[] for _ in range(dp)]
-    columns: list[dict[str, Column]] = [{name: [] for name in COLUMNS} for _ in range(dp)]
+    given = [name for name in COLUMNS if all(name in each.columns for mini in mini_batches for each in mini)]
+    columns: list[dict[str, Column]] = [{name: [] for name in given} for _ in range(dp)]
     for mini in mini_batches:
         denominator = sum(example.mask.sum() for example in mini)
         for index in range(dp):

@@ -109,7 +109,7 @@ def test_distillation_at_the_likeliest_tokens_equals_plain_torch_on_whole_logits
     found = {name: tensor.cpu() for bucket in rank.engine("actor").gradients(1 << 16) for name, tensor in bucket}
     for name, tensor in found.items():
         scale = expected[name].grad.abs().max()
-        assert (tensor - expected[name].grad).abs().max() < 1e-5 * scale + 1e-8, name
+        assert (tensor - expected[name].grad).abs().max() < bounds.gradient / 2 * scale + 1e-8, name
 
 
 def test_mini_batches_of_one_update_are_optimizer_steps(rank, spec):
@@ -173,14 +173,14 @@ def test_where_one_optimizer_step_is_left_none_is_asked_for_log_probs(rank, spec
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lengths=st.lists(st.integers(2, 24), min_size=1, max_size=6), micro_batches=st.integers(1, 6))
-def test_micro_batching_changes_nothing(rank, spec, lengths, micro_batches):
+def test_micro_batching_changes_nothing(rank, spec, bounds, lengths, micro_batches):
     mini = examples([*lengths, 8], VOCAB)
     results = []
     for cut in (1, micro_batches):
         rank.build("actor", spec)
         [shard], [columns] = shards([mini], micro_batches=cut)
         results.append(rank.update("actor", shard, columns))
-    assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-6)
+    assert results[1] == pytest.approx(results[0], rel=10 * bounds.loss, abs=bounds.loss_abs / 2)
 
 
 def test_zero_advantages_leave_a_plain_policy_where_it_is(rank, folder):
