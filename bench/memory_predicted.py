@@ -97,6 +97,9 @@ CASES = (
     Case("whole norms, experts", _at(2, tp=2, ep=2, **SP)),
     Case("bias behind attention", _at(2, tp=2, **SP)),
     Case("whole norms, partly rotated", _at(2, tp=2, ep=2, **SP)),
+    Case("learned activation", _at(2, tp=2, **SP)),
+    Case("biased softmax", _at(2, tp=2, ep=2, **SP)),
+    Case("norms behind rotation", _at(2, tp=2, **SP)),
     Case("linear attention", _at(2, tp=2, **SP), dtype="bfloat16"),
     Case("linear attention, experts", _at(2, tp=2, ep=2, **SP)),
     # Four ranks.

@@ -62,6 +62,7 @@ DETAILS = {
     "num_hidden_layers": "layers",
     "num_experts": "experts",
     "num_local_experts": "experts",
+    "moe_num_experts": "experts",
     "n_routed_experts": "experts",
 }
 

@@ -163,6 +163,56 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "one key-value head": {"num_key_value_heads": 1},
         },
     ),
+    "apertus": (
+        {},
+        {
+            **HEADS,
+            **SCALED,
+            "as published": {"rope_parameters": None},
+            "wide heads": {"head_dim": 32},
+            "one key-value head": {"num_key_value_heads": 1},
+            "epsilon": {"rms_norm_eps": 1e-2},
+        },
+    ),
+    "ernie4_5": (
+        {},
+        {**HEADS, **SCALED, "wide heads": {"head_dim": 32}, "one key-value head": {"num_key_value_heads": 1}},
+    ),
+    "ernie4_5_moe": (
+        {},
+        {
+            **HEADS,
+            **SCALED,
+            "wide heads": {"head_dim": 32},
+            "no shared experts": {"moe_num_shared_experts": 0},
+            "experts in all layers": {"moe_layer_start_index": 0},
+            "a last layer without experts": {"moe_layer_end_index": 1},
+            "epsilon": {"rms_norm_eps": 1e-2},
+        },
+    ),
+    "hunyuan_v1_dense": (
+        {},
+        {
+            **HEADS,
+            "linear": LINEAR,
+            "llama3": {"rope_parameters": LLAMA3},
+            "RoPE not scaled": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "wide heads": {"head_dim": 32},
+            "one key-value head": {"num_key_value_heads": 1},
+            "epsilon": {"rms_norm_eps": 1e-2},
+        },
+    ),
+    "hunyuan_v1_moe": (
+        {},
+        {
+            **HEADS,
+            "linear": LINEAR,
+            "llama3": {"rope_parameters": LLAMA3},
+            "a number of experts for each layer": {"moe_topk": [2, 2, 2]},
+            "wide heads": {"head_dim": 32},
+            "epsilon": {"rms_norm_eps": 1e-2},
+        },
+    ),
     "minimax_m2": (
         {},
         {

@@ -44,6 +44,7 @@ class Moe:
     ffn_hidden_size: of one expert, one of the two gated halves. shared_ffn_hidden_size: of the shared experts together,
     0 where there are none. score: how router logits become scores. normalize: chosen scores are divided by their sum.
     scaling_factor: multiplies the chosen scores. num_groups, top_groups: group-limited routing; 0 is off.
+    best_of_group: a group counts its best expert (DeepSeek-V2, arXiv 2405.04434), not its two best.
     score_bias: a bias for each expert, added for the choice alone (DeepSeek-V3's e_score_correction_bias).
     shared_gate: the shared experts' output is multiplied by a sigmoid of the token's own (Qwen1.5-MoE).
     biases: router and experts have biases, and HF's folder one tensor for all experts of a layer (gpt-oss).
@@ -58,6 +59,7 @@ class Moe:
     scaling_factor: float = 1.0
     num_groups: int = 0
     top_groups: int = 0
+    best_of_group: bool = False
     score_bias: bool = False
     shared_gate: bool = False
     biases: bool = False
@@ -114,11 +116,12 @@ class ModelConfig:
     over `window` tokens (the token itself among them), rotated by `local_rope` where given. unrotated_layers: layers without
     positions (NoPE, arXiv 2305.19466).
     activation: of the MLP's gate; swiglu_clamped is x sigmoid(1.702 x) of what is at most 7, times what it lets through,
-    between -7 and 7, plus 1 (gpt-oss).
+    between -7 and 7, plus 1 (gpt-oss). xielu has no gate: the MLP's first linear is of one half alone (Apertus).
     sinks: each head has one more logit in its softmax's denominator, which is learned (arXiv 2309.17453).
     output_bias: attention's output has a bias (gpt-oss).
     norm_offset: norms multiply by 1 + weight. pre_norms, post_norms: norms before attention and MLP, and behind them.
     whole_qk_norm: norms of queries and of keys, where there are any, are over all heads together (OLMo-2, arXiv 2501.00656).
+    late_qk_norm: they are behind the rotation (Hunyuan).
     output_gate: attention's output is multiplied by a sigmoid of as many numbers of the token's own, which q_proj has (Qwen3.5).
     linear_layers: layers (from 0) that have `delta` in attention's place.
     pad_token_id: the token whose embedding does not learn; None is none.
@@ -153,13 +156,14 @@ class ModelConfig:
     output_gate: bool = False
     rotary_dim: int | None = None
     interleaved_rope: bool = False
-    activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "swiglu_clamped", "xielu"] = "silu"
     sinks: bool = False
     output_bias: bool = False
     norm_offset: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     whole_qk_norm: bool = False
+    late_qk_norm: bool = False
     embedding_scale: float = 1.0
     pad_token_id: int | None = None
     query_scale: float | None = None
@@ -181,6 +185,11 @@ class ModelConfig:
     def quantised(self) -> str | None:
         """What the folder's weights are called where they are quantised."""
         return "FP8" if self.fp8_block is not None else "MXFP4" if self.mxfp4 else None
+
+    @property
+    def halves(self) -> int:
+        """Of an MLP's first linear: a gate and what it lets through, or one without a gate."""
+        return 1 if self.activation == "xielu" else 2
 
     @property
     def rotated(self) -> int:

@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Literal
 
+from megarl.models.family import Family
 from megarl.models.family_experts import (
+    DEEPSEEK_V2,
     DEEPSEEK_V3,
+    ERNIE_MOE,
     GLM4_MOE_LITE,
     GPT_OSS,
+    HUNYUAN_MOE,
     MINIMAX_M2,
     MIXTRAL,
     OLMOE,
@@ -21,14 +24,18 @@ from megarl.models.family_experts import (
     QWEN3_5_MOE,
     QWEN3_MOE,
     QWEN3_NEXT,
-    MoeKeys,
 )
 from megarl.models.family_limits import (
-    COMMON,
+    APERTUS_ONLY,
     DEEPSEEK_ONLY,
+    DEEPSEEK_V2_ONLY,
+    ERNIE_MOE_ONLY,
+    ERNIE_ONLY,
     GEMMA3_ONLY,
     GLM4_ONLY,
     GPT_OSS_ONLY,
+    HUNYUAN_DENSE_ONLY,
+    HUNYUAN_MOE_ONLY,
     MINIMAX_M2_ONLY,
     OLMO3_ONLY,
     OLMOE_ONLY,
@@ -36,83 +43,9 @@ from megarl.models.family_limits import (
     QWEN2_ONLY,
     QWEN3_5_MOE_ONLY,
     QWEN3_5_ONLY,
-    Only,
 )
 
 LANGUAGE_MODEL, SCORE_MODEL = "ForCausalLM", "ForSequenceClassification"
-
-
-@dataclass(frozen=True)
-class Family:
-    """One HF architecture.
-
-    model_types: what `model_type` may be, by which transformers chooses the model; the first is transformers' own.
-    qkv_bias, qk_norm: a key that says, or the answer where there is none; qkv_bias_unsaid: what a key says that is not there.
-    output_bias: the same of the bias behind attention.
-    rotary_share: which part of a head RoPE turns where no key says; None: all of it, and no key may say otherwise.
-    rotary_width: a key that says how many elements of a head those are.
-    position_scale: queries grow with their position, as the object that describes the scaling says (Rope).
-    longrope: transformers scales its positions by LongRoPE and in no other way. interleaved: it turns neighbours.
-    rope_unsaid: the object that describes the scaling, where no key does. head_dim: where no key says; None: the hidden size
-    over the heads. head_dim_null: null is that as well; elsewhere transformers makes no model of it. head_dim_fixed: it makes
-    none of another.
-    pre_norms, post_norms: norms before attention and MLP, and behind them. whole_qk_norm: see ModelConfig. sinks: see there
-    too. unscaled_locally: layers with a window have RoPE that is not scaled.
-    unrotated: which layers have no positions: those without a window in models that have windows ("global"), or those that
-    no_rope_layers names, every fourth where no key says ("named").
-    delta: layers that layer_types names have Gated DeltaNet (hf_delta). output_gate, norm_offset: see ModelConfig.
-    multipliers: four keys say what is multiplied (hf_scales).
-    window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
-    those that a pattern names: where no key says, those whose number is no multiple of window_period. window_switch: only
-    where use_sliding_window says so. window_default: where no key says.
-    ffn_hidden_size: under which key a config has the width of an MLP without experts; where no layer has one, of another.
-    theta: RoPE's base where no key says. tied: whether the head is the embedding where no key says; transformers leaves
-    out what equals its own default. pad, eos: the padding token, and those that end a response, where no key says;
-    eos_at_null: where one says null, too. only: see COMMON. score_architecture: of its models with one score a sequence,
-    where it is not the architecture with ForSequenceClassification for ForCausalLM.
-    """
-
-    name: str
-    model_types: tuple[str, ...]
-    qkv_bias: bool | str = False
-    qkv_bias_unsaid: bool = False
-    output_bias: bool | str = False
-    qk_norm: bool | str = False
-    rotary_share: float | None = None
-    rotary_width: str | None = None
-    position_scale: bool = False
-    longrope: bool = False
-    head_dim: int | None = None
-    head_dim_null: bool = False
-    head_dim_fixed: bool = False
-    interleaved: bool = False
-    rope_unsaid: Mapping[str, Any] | None = None
-    pre_norms: bool = True
-    post_norms: bool = False
-    whole_qk_norm: bool = False
-    unscaled_locally: bool = False
-    unrotated: Literal["never", "global", "named"] = "never"
-    multipliers: bool = False
-    delta: bool = False
-    output_gate: bool = False
-    norm_offset: bool = False
-    sinks: bool = False
-    moe: MoeKeys | None = None
-    ffn_hidden_size: str = "intermediate_size"
-    mla: bool = False
-    gemma: bool = False
-    activation: Literal["silu", "gelu_tanh", "swiglu_clamped"] = "silu"
-    window: Literal["never", "all", "upper", "pattern"] = "never"
-    window_period: int = 6
-    window_switch: bool = False
-    window_default: int | None = None
-    theta: float = 10000.0
-    tied: bool = False
-    pad: int | None = None
-    eos: tuple[int, ...] = ()
-    eos_at_null: bool = False
-    only: Only = field(default_factory=lambda: COMMON)
-    score_architecture: str | None = None
 
 
 QWEN3_5 = Family(
@@ -125,6 +58,29 @@ QWEN3_5 = Family(
     output_gate=True,
     norm_offset=True,
     only=QWEN3_5_ONLY,
+)
+ERNIE = Family(
+    "ernie4_5",
+    ("ernie4_5",),
+    head_dim=128,
+    head_dim_null=True,
+    interleaved=True,
+    theta=5e5,
+    tied=True,
+    pad=0,
+    eos=(2,),
+    only=ERNIE_ONLY,
+)
+HUNYUAN = Family(
+    "hunyuan_v1_dense",
+    ("hunyuan_v1_dense",),
+    qk_norm=True,
+    late_qk_norm=True,
+    alpha_rope=True,
+    head_dim_wanted=True,
+    pad=0,
+    eos=(2,),
+    only=HUNYUAN_DENSE_ONLY,
 )
 OLMO2 = Family(
     "olmo2", ("olmo2",), qk_norm=True, whole_qk_norm=True, pre_norms=False, post_norms=True, pad=1, eos=(50279,)
@@ -218,6 +174,53 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             mla=True,
             eos=(1,),
             only=DEEPSEEK_ONLY,
+        ),
+        "ApertusForCausalLM": Family(
+            "apertus",
+            ("apertus",),
+            qk_norm=True,
+            activation="xielu",
+            rope_unsaid=MappingProxyType(
+                {
+                    "rope_type": "llama3",
+                    "rope_theta": 12e6,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 8192,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                }
+            ),
+            theta=12e6,
+            pad=3,
+            eos=(2,),
+            only=APERTUS_ONLY,
+        ),
+        "DeepseekV2ForCausalLM": Family(
+            "deepseek_v2",
+            ("deepseek_v2",),
+            head_dim_null=True,
+            moe=DEEPSEEK_V2,
+            mla=True,
+            eos=(2,),
+            only=DEEPSEEK_V2_ONLY,
+        ),
+        "Ernie4_5ForCausalLM": ERNIE,
+        "Ernie4_5_MoeForCausalLM": replace(
+            ERNIE,
+            name="ernie4_5_moe",
+            model_types=("ernie4_5_moe",),
+            head_dim=None,
+            head_dim_null=False,
+            moe=ERNIE_MOE,
+            only=ERNIE_MOE_ONLY,
+        ),
+        "HunYuanDenseV1ForCausalLM": HUNYUAN,
+        "HunYuanMoEV1ForCausalLM": replace(
+            HUNYUAN,
+            name="hunyuan_v1_moe",
+            model_types=("hunyuan_v1_moe",),
+            moe=HUNYUAN_MOE,
+            only=HUNYUAN_MOE_ONLY,
         ),
         "Glm4ForCausalLM": Family(
             "glm4",

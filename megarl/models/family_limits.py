@@ -9,7 +9,8 @@ from typing import Any
 # Key -> the one value that megarl's model stands for, and what another value would ask for.
 Only = Mapping[str, tuple[Any, str]]
 
-A_LAYER = "attn_type_list"  # says it of each layer: a list
+A_LAYER, SHARED = "attn_type_list", "num_shared_expert"
+OF_LAYERS = (A_LAYER, SHARED)  # may say it of each layer: a list
 
 COMMON: Only = MappingProxyType(
     {
@@ -31,6 +32,65 @@ DEEPSEEK_ONLY: Only = MappingProxyType(
         "scoring_func": ("sigmoid", "another score of the experts"),
         "topk_method": ("noaux_tc", "another choice of the experts"),
         "moe_layer_freq": (1, "experts in some layers only"),
+    }
+)
+APERTUS_ONLY: Only = MappingProxyType(
+    {
+        **COMMON,
+        "hidden_act": ("xielu", "another activation"),
+        "bias": (False, "biases in attention"),  # SGLang's alone, as what follows
+        "qkv_bias": (False, "biases in attention"),
+        "rope_is_neox_style": (True, "RoPE over neighbours"),
+        "qk_norm": (True, "queries and keys without norms"),
+        "post_norm": (False, "norms behind attention and MLP"),
+    }
+)
+DEEPSEEK_V2_ONLY: Only = MappingProxyType(
+    {
+        **{key: value for key, value in DEEPSEEK_ONLY.items() if key != "topk_method"},
+        "scoring_func": ("softmax", "another score of the experts"),
+        "norm_topk_prob": (False, "scores that are divided by their sum"),  # SGLang's alone
+    }
+)
+ERNIE_ONLY: Only = MappingProxyType(
+    {
+        **COMMON,
+        "use_bias": (False, "biases in attention, MLP and head"),
+        "rope_is_neox_style": (False, "RoPE over halves"),  # SGLang's alone
+        "compression_ratio": (1.0, "positions that are divided"),
+    }
+)
+ERNIE_MOE_ONLY: Only = MappingProxyType(
+    {
+        **ERNIE_ONLY,
+        "moe_layer_interval": (1, "layers without experts among those with them"),  # counted from 0, or from the first
+        "moe_norm_min": (1e-12, "another least sum of the chosen scores"),
+        "moe_gate_act": ("softmax", "another score of the experts"),
+    }
+)
+HUNYUAN_ONLY: Only = MappingProxyType(
+    {
+        **COMMON,
+        "bias": (False, "biases in attention"),  # SGLang's alone
+        "use_qk_norm": (True, "queries and keys without norms"),  # SGLang's alone, as what follows
+        "use_cla": (False, "keys and values of other layers"),
+        "logit_scale": (1.0, "scaled logits"),
+        "use_mla": (False, "latent attention"),
+        "position_embedding_xdrope": (False, "positions on several axes"),
+        "use_rotary_pos_emb": (True, "attention without positions"),
+        "norm_type": ("rms", "other norms"),
+    }
+)
+HUNYUAN_DENSE_ONLY: Only = MappingProxyType({**HUNYUAN_ONLY, "num_experts": (1, "experts")})
+HUNYUAN_MOE_ONLY: Only = MappingProxyType(
+    {
+        **HUNYUAN_ONLY,
+        "use_mixed_mlp_moe": (True, "experts without a shared one"),
+        SHARED: (1, "several shared experts"),
+        "moe_layer_num_skipped": (0, "layers without experts"),
+        "norm_topk_prob": (True, "scores that are not divided by their sum"),
+        "group_limited_greedy": (False, "a choice among groups of experts"),
+        "routed_scaling_factor": (1.0, "scaled scores"),
     }
 )
 PHI3_ONLY: Only = MappingProxyType(

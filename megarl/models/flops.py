@@ -137,10 +137,10 @@ def _delta_multiplications(config: ModelConfig) -> float:
 
 
 def _mlp_weights(config: ModelConfig) -> float:
-    """Weights of all layers' MLPs that multiply each token: gated, so three matrices each; chosen experts alone."""
+    """Weights of all layers' MLPs that multiply each token: three matrices each, two without a gate; chosen experts alone."""
     hidden, moe = config.hidden_size, config.moe
     num_moe = len(config.moe_layers)
-    dense = (config.num_layers - num_moe) * 3 * hidden * config.ffn_hidden_size
+    dense = (config.num_layers - num_moe) * (config.halves + 1) * hidden * config.ffn_hidden_size
     if moe is None:
         return dense
     experts = 3 * hidden * (moe.top_k * moe.ffn_hidden_size + moe.shared_ffn_hidden_size)

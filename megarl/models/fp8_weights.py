@@ -87,6 +87,8 @@ def check_servable(config: ModelConfig, tp: int) -> None:
 
 def _linears(config: ModelConfig) -> Iterator[Rule]:
     for rule in rules(config, "transformer_engine"):  # which keeps whole what engines keep whole
-        is_linear = rule.megatron.startswith("decoder.layers.") and len(rule.sources[0].shape) == 2
+        is_linear = (
+            rule.megatron.startswith("decoder.layers.") and len(rule.sources[0].shape) == 2 and not rule.is_buffer
+        )
         if is_linear and not rule.megatron.endswith(UNQUANTISED):
             yield rule

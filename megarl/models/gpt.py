@@ -21,9 +21,15 @@ from megarl.models.layer_spec import set_latent_eps, stage_spec, uses_transforme
 from megarl.models.packed import give_host_bounds
 from megarl.models.rope import logit_factor, magnitude
 from megarl.models.rotary import make_rotary, scale_by_position, scales_queries, scales_rotation
+from megarl.models.xielu import Xielu
 
 Recompute = Literal["none", "selective", "full"]
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "swiglu_clamped": quick_gelu}
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu_clamped": quick_gelu,
+    "xielu": F.elu,  # each layer gets its own
+}
 # What Megatron's dispatcher of tokens to experts leaves of a pass (0.16.1); others of its tensors are of the layer.
 PER_PASS = (
     *("probs", "routing_map", "reversed_local_input_permutation_mapping"),
@@ -60,7 +66,7 @@ def transformer_config(
         # norms over all heads each rank has a part.
         qk_layernorm=config.qk_norm and not config.whole_qk_norm,
         rotary_interleaved=config.interleaved_rope,
-        gated_linear_unit=True,
+        gated_linear_unit=config.halves == 2,
         activation_func=ACTIVATIONS[config.activation],
         **(CLAMPED if config.activation == "swiglu_clamped" else {}),
         normalization="RMSNorm",
@@ -150,7 +156,7 @@ def _moe(config: ModelConfig, fused: bool, aux_loss_coef: float) -> dict[str, An
         "moe_router_topk_scaling_factor": moe.scaling_factor if moe.scaling_factor != 1.0 else None,
         "moe_router_num_groups": moe.num_groups or None,
         "moe_router_group_topk": moe.top_groups or None,
-        "moe_router_enable_expert_bias": moe.score_bias,
+        "moe_router_enable_expert_bias": moe.score_bias and moe.score == "sigmoid",  # others: in `routers`
         # The bias balances experts in pre-training; here it stays what the checkpoint says.
         "moe_router_bias_update_rate": 0.0,
         "moe_router_dtype": "fp32",
@@ -243,7 +249,7 @@ def build_gpt(
 
 
 def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection, platform: Platform) -> None:
-    """Put our rotary positions, the epsilon of latents, and scales that Megatron knows not, into a model that it made."""
+    """Put our rotary positions, the epsilon of latents, and scales and activations that Megatron knows not, into its model."""
     rotary = make_rotary(config, groups.cp, platform.device)
     if config.mla is None:
         chunk.rotary_pos_emb = rotary
@@ -252,6 +258,9 @@ def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection
             layer.self_attention.rotary_pos_emb = rotary
             set_latent_eps(layer.self_attention)
     _spare(chunk, waits=not uses_transformer_engine(config, platform, chunk.config.params_dtype, groups.cp.size()))
+    if config.activation == "xielu":
+        for layer in chunk.decoder.layers:
+            layer.mlp.activation_func = Xielu(chunk.config, groups.tp).to(platform.device)
     if config.rope.position_beta:
         for layer in chunk.decoder.layers:
             scale = partial(scale_by_position, config.rope, groups.cp)

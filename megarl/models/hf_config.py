@@ -6,22 +6,22 @@ Families are rows of `families`; what a config asks for and megarl's model does 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.hub.names import address
-from megarl.models.config import Mla, ModelConfig, Moe
-from megarl.models.families import FAMILIES, LANGUAGE_MODEL, SCORE_MODEL, Family, score_architecture
-from megarl.models.family_experts import MoeKeys
-from megarl.models.family_limits import A_LAYER
+from megarl.models.config import Mla, ModelConfig
+from megarl.models.families import FAMILIES, LANGUAGE_MODEL, SCORE_MODEL, score_architecture
+from megarl.models.family import Family
+from megarl.models.family_limits import OF_LAYERS
 from megarl.models.hf_beside import files_beside
 from megarl.models.hf_delta import DELTA_REQUIRED, read_delta
 from megarl.models.hf_fields import Fields, refuse_feature, shown
 from megarl.models.hf_fp8 import read_fp8_block
-from megarl.models.hf_layers import listed, read_unrotated, read_window
+from megarl.models.hf_layers import read_unrotated, read_window
+from megarl.models.hf_moe import read_moe, required
 from megarl.models.hf_mxfp4 import is_mxfp4
 from megarl.models.hf_rope import read_ropes, read_rotary_dim
 from megarl.models.hf_scales import read_scales
@@ -35,8 +35,7 @@ _REQUIRED = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-# More than any model has; a list of what a model of a billion layers holds would never end.
-MOST_LAYERS, MOST_EXPERTS = 2000, 4096
+MOST_LAYERS = 2000  # more than any model has; a list of what a model of a billion layers holds would never end
 _MLA_REQUIRED = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 GENERATION, EOS = "generation_config.json", "eos_token_id"
@@ -73,8 +72,8 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     heads, kv_heads, head_dim, mla = _heads(fields, family, hidden)
     window, local_layers = read_window(fields, family, layers, architecture)
     rotary_dim = read_rotary_dim(fields, family, head_dim)
-    rope, local_rope = read_ropes(fields, family, rotary_dim)
-    moe, moe_layers = _moe(fields, family, layers) if family.moe else (None, frozenset())
+    rope, local_rope = read_ropes(fields, family, rotary_dim, head_dim)
+    moe, moe_layers = read_moe(fields, family, layers)
     mxfp4 = moe is not None and moe.biases and is_mxfp4(fields)
     config = ModelConfig(
         family=family.name,
@@ -100,11 +99,8 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         interleaved_rope=family.interleaved,
         activation=family.activation,
         sinks=family.sinks,
-        norm_offset=family.gemma or family.norm_offset,
         output_gate=family.output_gate,
-        pre_norms=family.pre_norms,
-        post_norms=family.gemma or family.post_norms,
-        whole_qk_norm=family.whole_qk_norm,
+        **_norms(family),
         **read_scales(fields, family, hidden),
         **read_delta(fields, family, layers),
         window=window,
@@ -128,6 +124,17 @@ def _biases(fields: Fields, family: Family) -> dict[str, Any]:
     """Of attention, as ModelConfig calls them. Raises UserError."""
     qkv = _said(fields, family.qkv_bias, unsaid=family.qkv_bias_unsaid)
     return {"qkv_bias": qkv, "output_bias": _said(fields, family.output_bias)}
+
+
+def _norms(family: Family) -> dict[str, Any]:
+    """Of all kinds, as ModelConfig calls them."""
+    return {
+        "norm_offset": family.gemma or family.norm_offset,
+        "pre_norms": family.pre_norms,
+        "post_norms": family.gemma or family.post_norms,
+        "whole_qk_norm": family.whole_qk_norm,
+        "late_qk_norm": family.late_qk_norm,
+    }
 
 
 def _said(fields: Fields, answer: bool | str, *, unsaid: bool = False) -> bool:
@@ -171,12 +178,8 @@ def _check_model_type(fields: Fields, family: Family, architecture: str) -> None
 def _check_present(fields: Fields, family: Family, architecture: str) -> None:
     wanted = [*_REQUIRED, *(_MLA_REQUIRED if family.mla else ()), *(DELTA_REQUIRED if family.delta else ())]
     wanted.append(family.ffn_hidden_size)
-    if family.moe is not None:
-        keys = family.moe
-        wanted += [fields.first(keys.num_experts), keys.ffn_hidden_size, "num_experts_per_tok"]
-        named = keys.num_shared, keys.shared_ffn_hidden_size, keys.scaling_factor, keys.num_groups, keys.top_groups
-        wanted += [key for key in named if key]
-        wanted += ["first_k_dense_replace"] if keys.sparse == "after" else []
+    wanted += required(fields, family.moe) if family.moe is not None else []
+    wanted += ["head_dim"] if family.head_dim_wanted else []
     missing = [key for key in dict.fromkeys(wanted) if key not in fields.raw]
     if missing:
         raise UserError(f"{fields.path} lacks {', '.join(missing)}: it is not a whole config of {architecture}.")
@@ -195,7 +198,7 @@ def _check_features(fields: Fields, family: Family, architecture: str) -> None:
 
 
 def _is_only(key: str, value: Any, only: Any) -> bool:
-    return value == only if key != A_LAYER or not isinstance(value, list) else all(each == only for each in value)
+    return all(each == only for each in value) if key in OF_LAYERS and isinstance(value, list) else value == only
 
 
 def _heads(fields: Fields, family: Family, hidden: int) -> tuple[int, int, int, Mla | None]:
@@ -245,101 +248,6 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
 def _check_rotated(fields: Fields, key: str, width: int) -> None:
     if width % 2:
         fields.refuse(key, width, "RoPE turns pairs, so an even number is wanted")
-
-
-def _moe(fields: Fields, family: Family, layers: int) -> tuple[Moe | None, frozenset[int]]:
-    keys = family.moe
-    assert keys is not None
-    sparse = _sparse_layers(fields, keys, layers)
-    if not sparse:
-        return None, sparse
-    ffn = fields.count(keys.ffn_hidden_size)
-    moe = Moe(
-        num_experts=fields.count(fields.first(keys.num_experts), most=MOST_EXPERTS),
-        top_k=fields.count("num_experts_per_tok"),
-        ffn_hidden_size=ffn,
-        shared_ffn_hidden_size=_shared(fields, keys, ffn),
-        score=keys.score,
-        normalize=_normalizes(fields, keys),
-        scaling_factor=fields.number(keys.scaling_factor, 1.0) if keys.scaling_factor else 1.0,
-        num_groups=fields.count(keys.num_groups, 1) if keys.num_groups else 0,
-        top_groups=fields.count(keys.top_groups, 1) if keys.top_groups else 0,
-        score_bias=keys.score_bias,
-        shared_gate=keys.shared_ffn_hidden_size is not None,
-        biases=keys.biases,
-    )
-    return _checked_routing(fields, moe), sparse
-
-
-def _shared(fields: Fields, keys: MoeKeys, ffn: int) -> int:
-    """Width of the shared experts together. ffn: of one of the others."""
-    if keys.shared_ffn_hidden_size is not None:
-        return fields.count(keys.shared_ffn_hidden_size)
-    return ffn * fields.count(keys.num_shared, 0, least=0) if keys.num_shared else 0
-
-
-def _normalizes(fields: Fields, keys: MoeKeys) -> bool:
-    """Whether chosen scores are divided by their sum."""
-    if isinstance(keys.normalize, bool):
-        return keys.normalize
-    # null is an answer here, unlike elsewhere: transformers takes it as False.
-    return fields.flag(keys.normalize, keys.normalize_unsaid and keys.normalize not in fields.raw)
-
-
-def _sparse_layers(fields: Fields, keys: MoeKeys, layers: int) -> frozenset[int]:
-    if keys.sparse == "all":
-        return frozenset(range(layers))
-    if keys.sparse == "after":
-        return frozenset(range(fields.count("first_k_dense_replace", least=0), layers))
-    if keys.sparse == "named":
-        return _named_sparse_layers(fields, layers)
-    step, dense = fields.count("decoder_sparse_step", 1), fields.counts("mlp_only_layers")
-    return frozenset(index for index in range(layers) if index not in dense and (index + 1) % step == 0)
-
-
-def _named_sparse_layers(fields: Fields, layers: int) -> frozenset[int]:
-    """The layers that `mlp_layer_types` gives experts. Raises UserError where servers would go by another key, and differ.
-
-    transformers goes by it alone, and SGLang by first_k_dense_replace alone (0.5.21, models/glm4_moe_lite.py).
-    """
-    kinds = fields.words("mlp_layer_types")
-    if fields.get("mlp_layer_types") is None:
-        kinds = ("dense", *["sparse"] * (layers - 1))
-    if len(kinds) != layers or not {"dense", "sparse"}.issuperset(kinds):
-        wanted = f"one of 'dense' and 'sparse' for each of the {layers} layers (num_hidden_layers) is wanted"
-        fields.refuse("mlp_layer_types", list(kinds), wanted)
-    found = frozenset(index for index, kind in enumerate(kinds) if kind == "sparse")
-    if fields.get("first_k_dense_replace") is not None:
-        first = fields.count("first_k_dense_replace", least=0)
-        if found != frozenset(range(first, layers)):
-            wanted = (
-                f"mlp_layer_types, by which transformers goes, has experts in {listed(found)}, and both have to agree"
-            )
-            fields.refuse("first_k_dense_replace", first, wanted)
-    return found
-
-
-def _checked_routing(fields: Fields, moe: Moe) -> Moe:
-    """The same, with groups off where they limit nothing. Raises UserError for a routing that Megatron does not do."""
-    problems = []
-    if moe.top_k > moe.num_experts:
-        problems.append(f"num_experts_per_tok={moe.top_k} of {moe.num_experts} experts")
-    if moe.top_k == 1 and moe.normalize:
-        problems.append("num_experts_per_tok=1 with norm_topk_prob=True (the router would have no gradient)")
-    if moe.score == "sigmoid" and moe.top_k > 1 and not moe.normalize:
-        problems.append("norm_topk_prob=False with sigmoid scores")
-    if moe.num_groups == moe.top_groups:
-        moe = replace(moe, num_groups=0, top_groups=0)
-    elif moe.num_experts % moe.num_groups:
-        problems.append(f"n_group={moe.num_groups}, which does not divide {moe.num_experts} experts")
-    elif moe.top_groups > moe.num_groups or moe.top_k // moe.top_groups != 2 or moe.num_experts < 2 * moe.num_groups:
-        problems.append(
-            f"n_group={moe.num_groups} and topk_group={moe.top_groups} with num_experts_per_tok={moe.top_k} "
-            "(a group counts its 2 best experts, and Megatron num_experts_per_tok // topk_group of them)"
-        )
-    if problems:
-        raise UserError(f"{fields.path}: {', '.join(problems)} is not supported. Use a model without it.")
-    return moe
 
 
 def _check_folder(folder: Path) -> None:

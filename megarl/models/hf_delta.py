@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models.config import Delta
-from megarl.models.families import Family
+from megarl.models.family import Family
 from megarl.models.hf_fields import Fields
 from megarl.models.hf_layers import KINDS, layers_of_kind
 

@@ -23,7 +23,8 @@ SHOWN = 5
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_PREDICTION_LAYERS = 8
-PREDICTING_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # whose layers for further tokens are called mtp
+# Families whose layers for further tokens have names of their own, and how these begin.
+PREDICTING = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), "mtp.") | {"ernie4_5_moe": "model.mtp_"}
 AGAIN = "Copy or export the model again."
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK_BYTES = 4 * 2**20
@@ -310,11 +311,11 @@ def _unused(index: dict[str, TensorInfo], config: ModelConfig) -> set[str]:
 
     A stored copy of a tied head, which is held against the embedding; rotary frequencies, which the config gives; and the
     layers behind the last that predict further tokens (DeepSeek-V3's multi-token prediction, known by their `eh_proj`), which
-    transformers leaves out too (and those of the PREDICTING_FAMILIES, by a name of their own).
+    transformers leaves out too (and those of PREDICTING, by names of their own).
     """
     layers = range(config.num_layers, config.num_layers + MAX_PREDICTION_LAYERS)
     extra = [f"model.layers.{i}." for i in layers if f"model.layers.{i}.eh_proj.weight" in index]
-    extra += ["mtp."] if config.family in PREDICTING_FAMILIES else []
+    extra += [PREDICTING[config.family]] if config.family in PREDICTING else []
     unused = {name for name in index if name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(extra))}
     return unused | ({HEAD} if config.tied_embeddings else set())
 

@@ -125,7 +125,7 @@ class Gatherer:
         dtype = self.dtype_of(unit.name)
         if tuple(holders) == (self._rank,) and place is None and not unit.is_stacked:
             part = part_of(unit.rule, 0, 1)
-            return take(self._held.value(unit.rule, part), part, unit.source).to(dtype)
+            return take(self._held.value(unit.rule, part), part, unit.source).to(dtype).reshape(unit.shape)
         whole = torch.empty(unit.shape, dtype=dtype, device=self._device) if place is None else place
         for share, holder in zip(unit.shares(len(holders)), holders, strict=True):
             if holder == self._rank:

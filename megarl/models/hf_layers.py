@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.models.families import Family
+from megarl.models.family import Family
 from megarl.models.hf_fields import Fields, refuse_feature, shown
 from megarl.models.hf_files import some
 

@@ -55,6 +55,8 @@ class HfReader(AbstractContextManager["HfReader"]):
         counts when `finish` has returned.
         """
         info = self._index[name]
+        if not info.shape:
+            info = replace(info, shape=(1,))
         if len(info.shape) == 3:
             info = replace(info, shape=(info.shape[0] * info.shape[1], info.shape[2]))
             target = target.flatten(0, -2)  # of a convolution it has three dimensions as well

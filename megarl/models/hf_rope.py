@@ -6,13 +6,14 @@ transformers 5 writes `rope_parameters`, one object or one for each kind of laye
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, cast
 
 from megarl.core.errors import UserError
 from megarl.models.config import Rope
-from megarl.models.families import Family
+from megarl.models.family import Family
 from megarl.models.hf_fields import Fields, shown
 
 Kind = Literal["default", "linear", "llama3", "yarn", "longrope"]
@@ -21,14 +22,18 @@ LONGROPE_KINDS: tuple[Kind, ...] = ("default", "longrope")  # of a family that t
 SHARE = "partial_rotary_factor"
 LAYER_KINDS = ("full_attention", "sliding_attention")
 LOCAL_THETA = 10000.0  # Gemma 3's, where no key says
+ALPHA, DYNAMIC = "alpha", "dynamic"
+LARGEST = 80.0  # logarithm of a base, which is a number of float32
 BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 
 
-def read_ropes(fields: Fields, family: Family, rotary_dim: int | None) -> tuple[Rope, Rope | None]:
+def read_ropes(fields: Fields, family: Family, rotary_dim: int | None, head_dim: int) -> tuple[Rope, Rope | None]:
     """Rotary positions of a model, and those of its local layers where a family's have their own. Raises UserError.
 
-    rotary_dim: elements of a head that are rotated, in a family that may rotate a part.
+    rotary_dim: elements of a head that are rotated, in a family that may rotate a part. head_dim: all of them.
     """
+    if family.alpha_rope:
+        return read_alpha_rope(fields, family.theta, head_dim), None
     if family.gemma:
         return read_layered_rope(fields, family.theta)
     if family.unscaled_locally:
@@ -59,6 +64,27 @@ def read_rope(
             f"{fields.path}: RoPE scaling of type 'yarn' is not supported where RoPE turns a part of each head."
         )
     return rope
+
+
+def read_alpha_rope(fields: Fields, default_theta: float, head_dim: int) -> Rope:
+    """Those of a model whose longer context comes of a larger base: theta alpha^(d / (d - 2)), d the head's width (Hunyuan).
+
+    By yarn cosine and sine would be scaled, before norms that take every scale away again. Raises UserError.
+    """
+    part = _described(fields)
+    theta = fields.raw.get("rope_theta", default_theta)
+    if _kind(part) == DYNAMIC and part.get(ALPHA):
+        if head_dim <= 2:
+            fields.refuse("head_dim", head_dim, f"more than 2 elements are wanted by RoPE scaling of type {DYNAMIC!r}")
+        base = _rope(fields, Fields({**part.raw, "rope_type": "default"}, part.path), theta).theta
+        alpha, power = part.number(ALPHA), head_dim / (head_dim - 2)
+        if not 0 < math.log(base) + power * math.log(alpha) < LARGEST:
+            part.refuse(ALPHA, alpha, f"a factor of the base {base:g} is wanted that leaves it a number over 1")
+        return Rope(base * alpha**power)
+    if _kind(part) in (DYNAMIC, "yarn"):
+        told = "without alpha" if _kind(part) == DYNAMIC else "before the norms of queries and keys"
+        raise UserError(f"{part.path}: RoPE scaling of type {shown(_kind(part))} {told} is not supported.")
+    return _rope(fields, part, theta)
 
 
 def read_rotary_dim(fields: Fields, family: Family, head_dim: int) -> int | None:

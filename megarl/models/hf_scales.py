@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.models.families import Family
+from megarl.models.family import Family
 from megarl.models.hf_fields import Fields
 
 

@@ -28,7 +28,7 @@ Bucket = list[tuple[str, Tensor]]
 Value = Callable[[str, Tensor], Tensor]
 
 HEAD_NAME = "output_layer.weight"
-BUFFERS = ("mlp.router.expert_bias",)
+BUFFERS = ("mlp.router.expert_bias", "mlp.activation_func.beta", "mlp.activation_func.eps")
 LAYER_NUMBER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 # Of experts one by one; and of all in one linear, of weights or of LoRA's factors.
 EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.(?:weight|lora_[ab]))\d+$")

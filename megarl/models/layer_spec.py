@@ -14,7 +14,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -25,36 +24,15 @@ from megarl.models.attention import CoreAttention
 from megarl.models.config import ModelConfig
 from megarl.models.delta_net import GatedDeltaNet
 from megarl.models.gated_attention import GatedSelfAttention
+from megarl.models.late_norms import LateNormedSelfAttention
 from megarl.models.latent_attention import LatentAttention
 from megarl.models.norms import LATENT_EPS, NormedRowParallelLinear, RMSNorm, WholeNorm
 from megarl.models.packed import on_host
 from megarl.models.rope import logit_factor
 from megarl.models.rotary import ScaledQueries, scales_queries
+from megarl.models.routers import router_of
 
 HOPPER = 9  # of compute capabilities
-
-
-class Router(TopKRouter):  # type: ignore[misc]
-    """Megatron's, whose bias for the choice of experts stays float32 whatever the model is cast to.
-
-    In a float32 model its products are torch's: Megatron takes Transformer Engine's wherever that is, which are TF32's.
-    """
-
-    expert_bias: Tensor | None
-
-    def gating(self, input: Tensor) -> Tensor:
-        """[..., hidden] to logits, [..., experts]."""
-        if input.dtype == torch.float32:
-            return torch.nn.functional.linear(input, self.weight, self.bias)
-        logits: Tensor = super().gating(input)
-        return logits
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        bias = self.expert_bias
-        super()._apply(fn, recurse)
-        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
-            self.expert_bias = bias.to(self.expert_bias.device)
-        return self
 
 
 class WholeExpertOutput(RowParallelLinear):  # type: ignore[misc]
@@ -120,15 +98,16 @@ class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
 def uses_transformer_engine(config: ModelConfig, platform: Platform, dtype: torch.dtype, cp: int) -> bool:
     """Whether the layers are Transformer Engine's.
 
-    It has neither norms behind attention and MLP, or over all heads, nor rotations that differ by layer (but in whether there is
-    one), nor a bias behind attention alone; sinks of packed sequences only in some kernels, and its kernels want values no wider
-    than keys. In float32 its products are TF32's, whatever torch is told, and it has no attention under context parallel (2.11).
-    That has no window where keys and values go from rank to rank, which is how Megatron asks for it.
+    It has neither norms behind attention and MLP, over all heads, or behind the rotation, nor rotations that differ by layer
+    (but in whether there is one), nor a bias behind attention alone, nor an activation that learns; sinks of packed sequences
+    only in some kernels, and its kernels want values no wider than keys. In float32 its products are TF32's, whatever torch is
+    told, and it has no attention under context parallel (2.11). That has no window where keys and values go from rank to rank,
+    which is how Megatron asks for it.
     """
-    apart = config.mixed_ropes or config.output_bias or config.delta or config.output_gate
+    apart = config.mixed_ropes or config.output_bias or config.delta or config.output_gate or config.halves == 1
     wide_values = config.mla is not None and config.mla.v_dim > config.head_dim
     window = config.window is not None and cp > 1
-    norms = config.post_norms or config.whole_qk_norm
+    norms = config.post_norms or config.whole_qk_norm or config.late_qk_norm
     cannot = norms or apart or wide_values or window or dtype == torch.float32
     return platform.has_transformer_engine and not cannot
 
@@ -181,7 +160,7 @@ def _fused_layer(config: ModelConfig, index: int) -> ModuleSpec:
         multi_latent_attention=config.mla is not None,
     )
     if moe is not None:
-        spec.submodules.mlp.submodules.router = Router
+        spec.submodules.mlp.submodules.router = router_of(moe)
     if config.mla is not None:
         spec.submodules.self_attention.module = LatentSelfAttention
     _choose_rotation(config, index, spec)
@@ -244,7 +223,7 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
     spec: ModuleSpec = copy.deepcopy(
         get_gpt_layer_local_spec(
             num_experts=moe.num_experts if moe else None,
-            qk_layernorm=config.qk_norm,
+            qk_layernorm=config.qk_norm and not config.late_qk_norm,
             normalization="RMSNorm",
         )
     )
@@ -253,7 +232,7 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
     layer.sharded_state_dict_keys_map = _checkpoint_names(config, index)
     _scale_residual(config, spec)
     if moe is not None:
-        layer.mlp.submodules.router = Router
+        layer.mlp.submodules.router = router_of(moe)
         if moe.biases:
             layer.mlp.submodules.experts.submodules.linear_fc2 = WholeExpertOutput
     if config.mla is not None:
@@ -269,6 +248,8 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
     if config.whole_qk_norm:
         attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_heads})
         attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_kv_heads})
+    elif config.late_qk_norm:
+        layer.self_attention.module = LateNormedSelfAttention
     elif config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     _choose_rotation(config, index, spec)

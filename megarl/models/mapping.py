@@ -15,7 +15,7 @@ def within(tensor: Tensor, source: Source) -> Tensor:
     """What a source is of its HF tensor: a view of it, all of it where it has no slot."""
     slot = source.slot
     if slot is None:
-        return tensor
+        return tensor if tensor.dim() else tensor.view(1)
     if slot.as_rows:
         return tensor.flatten(0, 1)[source.first_row : source.first_row + source.shape[0]]
     mine = tensor[slot.expert][..., slot.first :: slot.step]
@@ -40,7 +40,7 @@ def split(rule: Rule, parts: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
         for number, held in enumerate(parts):
             part = part_of(rule, number, len(parts))
             put(tensor, held, part, index)
-        found.append((source.name, tensor))
+        found.append((source.name, tensor.view(()) if source.is_scalar else tensor))
     return found
 
 

@@ -22,9 +22,10 @@ class Row:
     """A line of the table. Names are those within a layer, and `{e}` in them stands for the expert.
 
     hf: pairs of an HF name and the names of its sizes (rules.py: `_sizes`); rows of `a+b` are those of a tensor of a rows and,
-    below, of one of b; a name with `[first:step]` is of a tensor of all experts (see `Slot`), with `[part/parts]` of one whose
-    experts have so many even parts of rows. when: features that a layer needs to have it (see `_features`). fused, fused_cut:
-    name and cut under Transformer Engine, where they differ. is_buffer: not a parameter, and float32 whatever the model is.
+    below, of one of b, and `scalar` is a tensor without dimensions; a name with `[first:step]` is of a tensor of all experts (see
+    `Slot`), with `[part/parts]` of one whose experts have so many even parts of rows. when: features that a layer needs to have
+    it (see `_features`). fused, fused_cut: name and cut under Transformer Engine, where they differ. is_buffer: not a parameter,
+    and float32 whatever the model is.
     """
 
     megatron: str
@@ -89,6 +90,10 @@ SHARED_GATE_UP_OF_ONE = (
     ("mlp.shared_expert.gate_proj.weight", "shared_ffn hidden"),
     ("mlp.shared_expert.up_proj.weight", "shared_ffn hidden"),
 )
+HUNYUAN_SHARED = (
+    ("mlp.shared_mlp.gate_proj.weight", "shared_ffn hidden"),
+    ("mlp.shared_mlp.up_proj.weight", "shared_ffn hidden"),
+)
 SHARED_GATE = "mlp.shared_experts.gate_weight"
 EXPERT_FC1, GROUPED_FC1 = "mlp.experts.local_experts.{e}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{e}"
 EXPERT_FC2, GROUPED_FC2 = "mlp.experts.local_experts.{e}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{e}"
@@ -100,7 +105,13 @@ FUSED = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_d
 
 LAYER = (
     # Norm before attention, and attention: with heads of their own for keys and values ...
-    Row("input_layernorm.weight", (("input_layernorm.weight", "hidden"),), when="heads pre_norms", fused=NORM_IN_QKV),
+    Row(
+        "input_layernorm.weight",
+        (("input_layernorm.weight", "hidden"),),
+        when="heads pre_norms input_norm",
+        fused=NORM_IN_QKV,
+    ),
+    Row("input_layernorm.weight", (("attention_layernorm.weight", "hidden"),), when="apertus_norms", fused=NORM_IN_QKV),
     Row("self_attention.linear_qkv.weight", QKV_WEIGHT, "rows", "groups", "heads qkv_apart"),
     Row("self_attention.linear_qkv.weight", QKV_IN_ONE, "rows", "groups", "heads qkv_in_one"),
     Row("self_attention.linear_qkv.bias", QKV_BIAS, "rows", "groups", "heads qkv_bias"),
@@ -114,6 +125,16 @@ LAYER = (
     ),
     Row(
         "self_attention.k_layernorm.weight", (("self_attn.k_norm.weight", "keys"),), "rows", when="heads whole_qk_norm"
+    ),
+    Row(
+        "self_attention.late_q_layernorm.weight",
+        (("self_attn.query_layernorm.weight", "head"),),
+        when="heads late_qk_norm",
+    ),
+    Row(
+        "self_attention.late_k_layernorm.weight",
+        (("self_attn.key_layernorm.weight", "head"),),
+        when="heads late_qk_norm",
     ),
     # ... or latent (DeepSeek), where queries may be compressed too. Transformer Engine keeps the compressing linears whole.
     Row("input_layernorm.weight", (("input_layernorm.weight", "hidden"),), when="latent"),
@@ -209,9 +230,20 @@ LAYER = (
         fused=NORM_IN_FC1,
     ),
     Row("pre_mlp_layernorm.weight", (("post_attention_layernorm.weight", "hidden"),), when="common_norms experts"),
+    Row(
+        "pre_mlp_layernorm.weight",
+        (("feedforward_layernorm.weight", "hidden"),),
+        when="apertus_norms",
+        fused=NORM_IN_FC1,
+    ),
     # A dense MLP ...
     Row("mlp.linear_fc1.weight", GATE_UP, "rows", "halves", "dense gate_apart"),
     Row("mlp.linear_fc1.weight", GATE_UP_IN_ONE, "rows", "halves", "dense gate_in_one"),
+    Row("mlp.linear_fc1.weight", (("mlp.up_proj.weight", "ffn hidden"),), "rows", when="dense ungated"),
+    Row("mlp.activation_func.alpha_p", (("mlp.act_fn.alpha_p", "one"),), when="dense ungated"),
+    Row("mlp.activation_func.alpha_n", (("mlp.act_fn.alpha_n", "one"),), when="dense ungated"),
+    Row("mlp.activation_func.beta", (("mlp.act_fn.beta", "scalar"),), when="dense ungated", is_buffer=True),
+    Row("mlp.activation_func.eps", (("mlp.act_fn.eps", "scalar"),), when="dense ungated", is_buffer=True),
     Row("mlp.linear_fc2.weight", (("mlp.down_proj.weight", "hidden ffn"),), "columns", when="dense"),
     Row(
         "mlp.linear_fc2.post_layernorm.weight",
@@ -224,12 +256,19 @@ LAYER = (
         when="glm4_norms dense",
     ),
     # ... or experts, under four sets of HF names; in the last two, of which one has biases, those of a layer are one tensor.
-    Row("mlp.router.weight", (("mlp.gate.weight", "experts hidden"),), when="experts common_names"),
+    Row("mlp.router.weight", (("mlp.gate.weight", "experts hidden"),), when="experts common_names gate"),
+    Row("mlp.router.weight", (("mlp.gate.wg.weight", "experts hidden"),), when="experts common_names hunyuan_gate"),
     Row("mlp.router.weight", (("block_sparse_moe.gate.weight", "experts hidden"),), when="experts mixtral_names"),
     Row(
         "mlp.router.expert_bias",
         (("mlp.gate.e_score_correction_bias", "experts"),),
-        when="experts score_bias common_names",
+        when="experts score_bias common_names flat_bias",
+        is_buffer=True,
+    ),
+    Row(
+        "mlp.router.expert_bias",
+        (("mlp.moe_statics.e_score_correction_bias", "one experts"),),
+        when="experts score_bias common_names ernie_bias",
         is_buffer=True,
     ),
     Row(
@@ -277,13 +316,20 @@ LAYER = (
         fused=GROUPED_FC2,
     ),
     Row(EXPERT_FC2_BIAS, (("mlp.experts.down_proj_bias[0:1]", "hidden"),), when="experts stacked_names"),
-    # Shared experts, several of them, or one with a gate.
+    # Shared experts, several of them, or one, with a gate or without.
     Row("mlp.shared_experts.linear_fc1.weight", SHARED_GATE_UP, "rows", "halves", "experts shared_experts"),
     Row(
         "mlp.shared_experts.linear_fc2.weight",
         (("mlp.shared_experts.down_proj.weight", "hidden shared_ffn"),),
         "columns",
         when="experts shared_experts",
+    ),
+    Row("mlp.shared_experts.linear_fc1.weight", HUNYUAN_SHARED, "rows", "halves", "experts shared_mlp"),
+    Row(
+        "mlp.shared_experts.linear_fc2.weight",
+        (("mlp.shared_mlp.down_proj.weight", "hidden shared_ffn"),),
+        "columns",
+        when="experts shared_mlp",
     ),
     Row(SHARED_GATE, (("mlp.shared_expert_gate.weight", "one hidden"),), when="experts shared_expert"),
     Row("mlp.shared_experts.linear_fc1.weight", SHARED_GATE_UP_OF_ONE, "rows", "halves", "experts shared_expert"),

@@ -15,7 +15,7 @@ from megarl.models.rule_table import EMBEDDING, FINAL_NORM, HEAD, LAYER, SCORE_H
 
 # torch: our own layer spec. transformer_engine: fuses norms into the linears behind them, and groups experts.
 LayerSpec = Literal["torch", "transformer_engine"]
-MIXTRAL_NAMES = ("mixtral", "minimax_m2")  # families
+MIXTRAL_NAMES, HUNYUAN_MOE = ("mixtral", "minimax_m2"), "hunyuan_v1_moe"  # families
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,20 @@ class Slot:
 class Source:
     """An HF tensor that a rule is made of, or its slot in one. shape: of what it is made of.
 
-    pieces: rows of the tensors that it is, one below the other; () is one alone.
+    pieces: rows of the tensors that it is, one below the other; () is one alone. is_scalar: the HF tensor has no dimensions.
     """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[int, ...] = ()
     slot: Slot | None = None
+    is_scalar: bool = False
 
     @property
     def stored(self) -> tuple[int, ...]:
         """The shape of the whole HF tensor."""
+        if self.is_scalar:
+            return ()
         return self.shape if self.slot is None else self.slot.shape
 
     @property
@@ -162,12 +165,13 @@ def _source(name: str, names: str, sizes: dict[str, int], expert: int | None) ->
             return Source(name, shape, slot=Slot(stacked, expert, part * shape[0], as_rows=True))
         first, step = map(int, places.split(":"))
         return Source(name, shape, slot=Slot((sizes["experts"], *shape[1:], shape[0] * step), expert, first, step))
-    return Source(name, shape, pieces if len(pieces) > 1 else ())
+    return Source(name, shape, pieces if len(pieces) > 1 else (), is_scalar=rows == "scalar")
 
 
 def _features(config: ModelConfig, layer: int) -> frozenset[str]:
     """What a layer is made of, in the words of the table's `when`."""
     moe, mla = config.moe, config.mla
+    shares = moe is not None and moe.shared_ffn_hidden_size > 0
     found = {
         "heads": mla is None and layer not in config.linear_layers,
         "delta": layer in config.linear_layers,
@@ -178,16 +182,24 @@ def _features(config: ModelConfig, layer: int) -> frozenset[str]:
         "direct_queries": mla is not None and mla.q_rank is None,
         "latent_queries": mla is not None and mla.q_rank is not None,
         "qkv_bias": config.qkv_bias,
-        "qk_norm": config.qk_norm and not config.whole_qk_norm,
+        "qk_norm": config.qk_norm and not (config.whole_qk_norm or config.late_qk_norm),
+        "late_qk_norm": config.qk_norm and config.late_qk_norm,
         "whole_qk_norm": config.qk_norm and config.whole_qk_norm,
         "pre_norms": config.pre_norms,
         "gemma_norms": config.post_norms and config.family != "glm4",
         "glm4_norms": config.post_norms and config.family == "glm4",
-        "common_norms": not config.post_norms or config.family == "glm4",
+        "common_norms": (not config.post_norms or config.family == "glm4") and config.family != "apertus",
+        "input_norm": config.family != "apertus",
+        "apertus_norms": config.family == "apertus",
         "dense": layer not in config.moe_layers,
         "experts": layer in config.moe_layers,
         "score_bias": moe is not None and moe.score_bias,
-        "shared_experts": moe is not None and moe.shared_ffn_hidden_size > 0 and not moe.shared_gate,
+        "flat_bias": config.family != "ernie4_5_moe",
+        "ernie_bias": config.family == "ernie4_5_moe",
+        "gate": config.family != HUNYUAN_MOE,
+        "hunyuan_gate": config.family == HUNYUAN_MOE,
+        "shared_experts": moe is not None and shares and not moe.shared_gate and config.family != HUNYUAN_MOE,
+        "shared_mlp": shares and config.family == HUNYUAN_MOE,
         "shared_expert": moe is not None and moe.shared_gate,
         "sinks": config.sinks,
         "output_bias": config.output_bias,
@@ -198,7 +210,8 @@ def _features(config: ModelConfig, layer: int) -> frozenset[str]:
         "qkv_in_one": config.family == "phi3",
         "qkv_apart": config.family != "phi3",
         "gate_in_one": config.family in ("glm4", "phi3"),
-        "gate_apart": config.family not in ("glm4", "phi3"),
+        "gate_apart": config.family not in ("glm4", "phi3") and config.halves == 2,
+        "ungated": config.halves == 1,
     }
     return frozenset(name for name, holds in found.items() if holds)
 
@@ -208,6 +221,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     heads = config.num_heads
     sizes = {
         "one": 1,
+        "scalar": 1,
         "vocab": config.vocab_size,
         "hidden": config.hidden_size,
         "query_heads": heads,

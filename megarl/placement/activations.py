@@ -68,8 +68,8 @@ class Counting:
         """Whether the layers are Transformer Engine's (models/layer_spec.py), but for windows under context parallel."""
         config = self.config
         wide = config.mla is not None and config.mla.v_dim > config.head_dim
-        norms = config.post_norms or config.whole_qk_norm
-        apart = config.mixed_ropes or config.output_bias or config.delta or config.output_gate
+        norms = config.post_norms or config.whole_qk_norm or config.late_qk_norm
+        apart = config.mixed_ropes or config.output_bias or config.delta or config.output_gate or config.halves == 1
         cannot = norms or apart or wide or self.each == FLOAT
         return self.kernels.fused and not cannot
 
@@ -105,9 +105,9 @@ class Counting:
 
     @cached_property
     def dense(self) -> Layer:
-        """A layer with a gated MLP."""
+        """A layer with an MLP without experts."""
         config, width = self.config, self.config.ffn_hidden_size / self.choice.tp * self.tokens * self.each
-        kept = self._before("linear_fc1") + self._gated(width)
+        kept = self._before("linear_fc1") + (self._gated(width) if config.halves == 2 else self._learned(width))
         if config.post_norms:
             kept = kept + self.norm(config.hidden_size, output=False)
         # Where the gate is differentiated, both halves' gradients; or where fc2 is, its weight's and the whole output's.
@@ -152,6 +152,11 @@ class Counting:
         """Kept by a gated MLP of so many bytes: the gate's input; its parts; the second linear's input."""
         adapters = self._inner("linear_fc1") + self._inner("linear_fc2")
         return width * ((2 if self.fused else 4) + self.reads("linear_fc2")) + adapters * (width > 0)
+
+    def _learned(self, width: Any) -> Any:
+        """Kept by an MLP with xIELU of so many bytes: what goes into it, three steps between, a map of bytes, what comes out."""
+        adapters = self._inner("linear_fc1") + self._inner("linear_fc2")
+        return width * (4 + 1 / self.each + self.reads("linear_fc2")) + adapters
 
     def _inner(self, linear: str) -> Any:
         """Kept between an adapter's two factors."""
@@ -223,6 +228,9 @@ class Counting:
         kept = self._before("linear_qkv") + self._rotation(config.rotated)
         if config.whole_qk_norm:  # two norms, of copies
             kept = kept + self.norm(query + key, output=False, of=1) + self.tokens * FLOAT
+        elif config.late_qk_norm:  # two norms, of what is rotated
+            per_head = self.tokens * FLOAT * (heads.queries + heads.pairs - 1)
+            kept = kept + self.norm(query + key, output=False, of=1) + per_head
         elif config.qk_norm:
             kept = (
                 kept

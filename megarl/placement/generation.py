@@ -131,7 +131,7 @@ class _Step:
         moe = len(config.moe_layers)
         layers = self._attention(batch, tp) * config.num_layers
         if moe < config.num_layers:
-            products = mlp_products(config.hidden_size, config.ffn_hidden_size, tp)
+            products = mlp_products(config.hidden_size, config.ffn_hidden_size, tp, config.halves)
             layers = layers + (config.num_layers - moe) * self._products(batch, products)
         if moe:
             layers = layers + moe * self._experts(batch, tp)

@@ -183,9 +183,9 @@ def _dense_layer(
         cluster.rates,
     )
     products = attention_products(config, choice.tp) + mlp_products(
-        config.hidden_size, config.ffn_hidden_size, choice.tp
+        config.hidden_size, config.ffn_hidden_size, choice.tp, config.halves
     )
-    elements = attention_elements(config, choice.tp) + 3 * config.ffn_hidden_size / choice.tp
+    elements = attention_elements(config, choice.tp) + (config.halves + 1) * config.ffn_hidden_size / choice.tp
     multiplied = roof.products_s(here, products, each, each)
     beside = here * elements * each * rates.traffic / roof.bytes_s
     attention, attention_backward = _attention_seconds(config, choice, here, workload, cluster)

@@ -102,10 +102,10 @@ def prefilled_multiplications(delta: Delta) -> float:
     return delta.num_value_heads * each + convolved
 
 
-def mlp_products(hidden: int, width: float, tp: Any) -> Products:
-    """[inner, columns] of a gated MLP's products on one rank. width: of one of its two gated halves."""
+def mlp_products(hidden: int, width: float, tp: Any, halves: int = 2) -> Products:
+    """[inner, columns] of an MLP's products on one rank. width: of one of its two gated halves; halves: 1 without a gate."""
     own = width / np.asarray(tp)
-    return [(hidden, 2 * own), (own, hidden)] if width else []
+    return [(hidden, halves * own), (own, hidden)] if width else []
 
 
 def attention_elements(config: ModelConfig, tp: Any) -> Any:

@@ -51,7 +51,7 @@ def model_sizes(config: ModelConfig, *, head: bool = True) -> Sizes:
         layers=config.num_layers,
         moe_layers=len(config.moe_layers),
         attention=projections,
-        dense_mlp=3.0 * hidden * config.ffn_hidden_size,
+        dense_mlp=(config.halves + 1.0) * hidden * config.ffn_hidden_size,
         routed=0.0 if moe is None else 3.0 * hidden * moe.ffn_hidden_size * moe.num_experts,
         shared=0.0 if moe is None else hidden * (3.0 * moe.shared_ffn_hidden_size + moe.num_experts + moe.shared_gate),
         embedding=float(hidden * config.vocab_size),
@@ -96,7 +96,7 @@ def adapter_sizes(config: ModelConfig, lora: Lora, tp: Any, layers: Any, moe_lay
         return lora.rank * (width_in + width_out / tp if rows else width_in / tp + width_out)
 
     def mlp(width: float) -> Any:
-        return factors("linear_fc1", hidden, 2 * width) + factors("linear_fc2", width, hidden, rows=False)
+        return factors("linear_fc1", hidden, config.halves * width) + factors("linear_fc2", width, hidden, rows=False)
 
     hidden, heads, mla, moe = config.hidden_size, config.num_heads, config.mla, config.moe
     if mla is None:

@@ -17,8 +17,8 @@ from megarl.models.config import ModelConfig
 from megarl.models.layout_check import BY_TRANSFORMERS
 
 DROPPED = ("olmo3",)  # families of which SGLang drops rope_parameters
-# Families of which it hears what stands outside (models/llama.py, exaone4.py).
-OUTSIDE = ("llama", "mistral", "ministral3", "exaone4")
+# Families of which it hears what stands outside (models/llama.py, exaone4.py, hunyuan.py, apertus.py).
+OUTSIDE = ("llama", "mistral", "ministral3", "exaone4", "hunyuan_v1_dense", "hunyuan_v1_moe", "apertus")
 BY_CONTEXT = ("yarn", "llama3")  # kinds of scaling that ask for the first context
 ORIGINAL = "original_max_position_embeddings"
 ITS_OWN = ("attn_factor", "extrapolation_factor")  # keys that SGLang multiplies by, and transformers passes over

@@ -16,6 +16,7 @@ from megarl.core.errors import DeadlineError, MegarlError, UnfitServerError, Use
 from megarl.recipe.stores import STORES
 from megarl.serving.answers import AnswerError, field, split_label
 from megarl.serving.client import ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
+from megarl.serving.server_models import known_as
 
 ANSWER_S = 10.0
 # What a tokenizer makes of this tells tokenizers apart: words, digits, code, spaces, several scripts, what is rare.
@@ -75,7 +76,7 @@ async def identify(endpoint: ServerEndpoint, deadline_s: float = ANSWER_S) -> Mo
     of_model, of_server, of_tokens = (f"{what} {path}" for path in ("/model_info", "/server_info", "/tokenize"))
     return ModelFacts(
         name=PurePath(field(model, "served_model_name", str, of_model)).name,
-        architectures=tuple(map(str, field(model, "architectures", list, of_model))),
+        architectures=tuple(known_as(str(name)) for name in field(model, "architectures", list, of_model)),
         context=longest_taken(server, of_server),
         probe_ids=tuple(field(tokens, "tokens", list, of_tokens)),
         sglang=field(server, "version", str, of_server),

@@ -21,7 +21,13 @@ ENTRY = re.compile(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|[^\n]+)", re.MULTILINE)  
 # and (models/gpt_oss.py) the limit that transformers has in its code.
 MISSING: dict[str, dict[str, object]] = {
     "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "DeepseekV2ForCausalLM": {
+        **{"moe_layer_freq": 1, "topk_method": "greedy", "scoring_func": "softmax"},
+        **{"norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    },
     "GptOssForCausalLM": {"swiglu_limit": 7.0},
+    "HunYuanDenseV1ForCausalLM": {"use_qk_norm": True},
+    "HunYuanMoEV1ForCausalLM": {"use_qk_norm": True, "use_mixed_mlp_moe": True, "num_shared_expert": 1},
     "MiniMaxM2ForCausalLM": {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
 }
 # By whose first context queries grow: where it is not at the top, SGLang takes 16384 (models/ministral3.py), and transformers
@@ -31,6 +37,8 @@ BY_POSITION, ORIGINAL = "Ministral3ForCausalLM", "original_max_position_embeddin
 ROTATED, SHARE = "Phi3ForCausalLM", "partial_rotary_factor"
 # Of which SGLang reads how many elements of a head are rotated, and transformers the share (models/minimax_m2.py).
 COUNTED, WIDTH, HEAD_DIM = "MiniMaxM2ForCausalLM", "rotary_dim", 128
+# Of whose experts SGLang wants the width by a key of its own (models/hunyuan.py).
+SIZED, EXPERT_WIDTH = "HunYuanMoEV1ForCausalLM", "moe_intermediate_size"
 # Whose dense layers transformers 5 names one by one, and SGLang counts (models/glm4_moe_lite.py).
 DENSE_BY_NAME = "Glm4MoeLiteForCausalLM"
 # What SGLang builds an architecture as, where it registers another name (configs/olmo3.py), or none (models/transformers.py).
@@ -39,6 +47,10 @@ BUILT_AS = {
     "SmolLM3ForCausalLM": "TransformersForCausalLM",
     "SeedOssForCausalLM": "TransformersForCausalLM",
 }
+# Whose heads' width transformers leaves to hidden_size and the number of heads, where SGLang on a CPU may change that number.
+UNSAID_WIDTH = ("ApertusForCausalLM", "Ernie4_5_MoeForCausalLM")
+# What SGLang has of its own by another name than transformers (models/ernie4.py), and is told; else transformers' code serves it.
+RENAMED = {"Ernie4_5ForCausalLM": "Ernie4_5_ForCausalLM"}
 # Whose rope_parameters, as transformers 5 writes them, SGLang drops (configs/olmo3.py).
 DROPPED, THETA = "Olmo3ForCausalLM", "rope_theta"
 # Of which SGLang reads the base at the top alone, where transformers 5 leaves none, and a period of windows in words alone
@@ -65,6 +77,10 @@ def missing_settings(model: Path) -> dict[str, object]:
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if BY_POSITION in names and rope:
         wanted[ORIGINAL] = rope.get(ORIGINAL, config.get("max_position_embeddings"))
+    if any(name in UNSAID_WIDTH for name in names) and config.get("num_attention_heads"):
+        wanted["head_dim"] = config.get("hidden_size", 0) // config["num_attention_heads"]
+    if SIZED in names:
+        wanted[EXPERT_WIDTH] = config.get("intermediate_size")
     if DENSE_BY_NAME in names:
         kinds = config.get("mlp_layer_types") or ["dense", "sparse"]
         wanted["first_k_dense_replace"] = kinds.index("sparse") if "sparse" in kinds else len(kinds)
@@ -80,7 +96,14 @@ def missing_settings(model: Path) -> dict[str, object]:
         missing |= {} if theta == config.get(THETA) else {THETA: theta}
     if any(name in DELTA for name in names):
         missing |= _of_delta(config, rope if AT_TOP in names else {})
+    if any(name in RENAMED for name in names):
+        missing["architectures"] = [RENAMED.get(name, name) for name in names]
     return missing | (_of_hybrid(config) if HYBRID in names else {})
+
+
+def known_as(built: str) -> str:
+    """What a config.json calls the architecture that SGLang knows by this name."""
+    return next((name for name, theirs in RENAMED.items() if theirs == built), built)
 
 
 def _of_delta(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, object]:
@@ -144,7 +167,8 @@ def unused_models(model: Path) -> tuple[str, ...]:
 
     None where no module registers one: what SGLang makes of such a model is for it to say, with all that it has.
     """
-    wanted = {BUILT_AS.get(name, name) for name in _config(model).get("architectures") or ()}
+    built = BUILT_AS | RENAMED
+    wanted = {built.get(name, name) for name in _config(model).get("architectures") or ()}
     known = _known()
     used = {name for name, registered in known.items() if registered & wanted}
     return tuple(sorted(set(known) - used)) if used else ()

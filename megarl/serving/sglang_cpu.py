@@ -160,6 +160,18 @@ def _gate_by_torch() -> None:
     model.fused_gate_sigmoid_mul_add = importlib.import_module("megarl.serving.sglang_cpu_kernels").gate_and_add
 
 
+def _activate_in_the_models_dtype() -> None:
+    """Hold the numbers of Apertus' activation in the model's dtype, as training does: SGLang has them in bfloat16."""
+    torch: Any = importlib.import_module("torch")
+    activation: Any = importlib.import_module("sglang.srt.layers.activation").XIELU
+    begin = activation.__init__
+
+    def made(module: Any, *values: Any, **options: Any) -> None:
+        begin(module, *values, **{"dtype": torch.get_default_dtype(), **options})
+
+    activation.__init__ = made
+
+
 def _nothing_to_wait_for(device: Any = None) -> None:
     """What `torch.cuda.synchronize` does, where it would raise."""
 
@@ -255,6 +267,7 @@ def load(*, deterministic: bool = False, lora: bool = False) -> None:
         importlib.import_module("sglang.srt.model_executor.model_runner")
         _finish_kernels()
         _gate_by_torch()
+        _activate_in_the_models_dtype()
         _without_nccl()
         if lora:
             _forget_pinning()

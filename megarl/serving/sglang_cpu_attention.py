@@ -47,6 +47,8 @@ class SinkAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         sinks: Tensor | None = None,
     ) -> Tensor:
         """A layer's output, [T, heads x dim]. q: [T, heads x dim], k, v: [T, KV heads x dim]. Called by SGLang."""
+        # Hunyuan's comes as [T x heads, dim], in which shape SGLang's backend would answer.
+        q = q.reshape(-1, layer.tp_q_head_num * layer.qk_head_dim)
         if sinks is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)  # type: ignore[no-any-return]
         new = forward_batch.extend_seq_lens.tolist()

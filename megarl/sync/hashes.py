@@ -96,7 +96,7 @@ class _Growing:
 
 def cut(tensor: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
     """What a piece is of its HF tensor, cast as a server does it."""
-    tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.dim() else tensor.detach().view(1)
     if piece.expert is not None:
         tensor = tensor[piece.expert].mT if tensor.dim() == 3 else tensor[piece.expert]
     elif tensor.dim() == 3:

@@ -16,7 +16,10 @@ VOCAB_PADDING = 64  # SGLang's DEFAULT_VOCAB_PADDING_SIZE
 MLP_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, for a rank's share of any MLP
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 ROUTER = "mlp.router.weight"
-GRANITE_ROUTER = "router.layer.weight"
+# Of which the engine has other names; and what it has in the model's dtype, whatever that is elsewhere (models/ernie4.py,
+# layers/activation.py).
+ROUTERS = {"router.layer.weight": "gate.weight", "gate.wg.weight": "gate.weight"}
+NARROW = ("moe_statics.e_score_correction_bias", "act_fn.beta", "act_fn.eps")
 WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite", "minimax_m2")  # families
 CUT_NORMS = ("minimax_m2",)  # families whose norms over all heads each rank has its part of
 NORM = "layernorm.weight"
@@ -28,7 +31,7 @@ HEADS = {f"self_attn.{each}": "self_attn.qkv_proj" for each in QKV}
 LATENT = dict.fromkeys(("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), "self_attn.fused_qkv_a_proj_with_mqa")
 GATED = {
     f"{mlp}.{each}": f"{mlp}.gate_up_proj"
-    for mlp in ("mlp", "mlp.shared_experts", "mlp.shared_expert")
+    for mlp in ("mlp", "mlp.shared_experts", "mlp.shared_expert", "mlp.shared_mlp")
     for each in ("gate_proj", "up_proj")
 }
 EXPERTS = {
@@ -86,14 +89,16 @@ def held_by(config: ModelConfig, tp: int, *, pads: bool) -> list[Held]:
                 continue  # in the same rows as the first, which stand for all
             name = _engine_name(config, source.name, rule)
             for rank in range(tp):
-                pieces, _ = found.setdefault((rank, name), ([], rule.is_buffer or _is_wide(config, rule)))
+                pieces, _ = found.setdefault((rank, name), ([], _is_wide(config, rule)))
                 pieces += server.pieces(rule, source, rank)
     return [Held(rank, name, tuple(pieces), wide) for (rank, name), (pieces, wide) in found.items()]
 
 
 def _is_wide(config: ModelConfig, rule: Rule) -> bool:
     """Routers of GLM-4.5, GLM-4.7-Flash and MiniMax-M2 (models/glm4_moe.py: Glm4MoeGate, glm4_moe_lite.py: Glm4MoeLiteGate,
-    minimax_m2.py: MiniMaxM2MoE), and biases of experts (layers/quantization/unquant.py)."""
+    minimax_m2.py: MiniMaxM2MoE), biases of experts (layers/quantization/unquant.py), and those of the choice of experts."""
+    if rule.is_buffer:
+        return not rule.sources[0].name.endswith(NARROW)
     if rule.expert is not None and rule.megatron.endswith(".bias"):
         return True
     return config.family in WIDE_ROUTERS and rule.megatron.endswith(ROUTER)
@@ -110,14 +115,16 @@ def _engine_name(config: ModelConfig, name: str, rule: Rule) -> str:
     elif rule.expert is not None and experts.endswith(tuple(ROW_STACKED)):
         mlp, _, linear = experts.rpartition(".")
         path = f"{mlp}.{ROW_STACKED[linear]}"
-    elif path.endswith(GRANITE_ROUTER):
-        path = path.replace(GRANITE_ROUTER, "gate.weight")
+    elif path.endswith(NARROW[0]):
+        path = path.replace("moe_statics.", "gate.")
+    elif renamed := next((each for each in ROUTERS if path.endswith(each)), None):
+        path = path.replace(renamed, ROUTERS[renamed])
     elif rule.expert is not None:
         experts, _, linear = path.removesuffix(".weight").partition(f".experts.{rule.expert}.")
         path = f"{experts}.experts.{EXPERTS[linear]}"
     else:
         module, _, kind = path.rpartition(".")
-        fused = dict(GATED)
+        fused = dict(GATED) if config.halves == 2 else {}
         if config.mla is None:
             fused |= HEADS
         elif config.mla.q_rank is not None:

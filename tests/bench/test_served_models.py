@@ -6,6 +6,7 @@ from bench.served_models import FAMILIES, cases, failed
 from tests.support.tiny import CONFIGS, tiny_config
 
 ON_CUDA = (
+    "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
     "qwen3_5",

@@ -71,14 +71,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "mixtral": {},
     "deepseek_v3": {},
+    "deepseek_v2": {},
+    "ernie4_5": {},
+    "ernie4_5_moe": {},
     "glm4_moe": {},
     "glm4_moe_lite": {},  # whose latents' norms have another epsilon than the others
     "qwen2_moe": {},
     "phi3": longrope(0.75)
     | {"seed": 1},  # at 0 a gradient of an adapter is all rounding, of which Adam makes a whole step
 }
-LATENT = ("deepseek_v3", "glm4_moe_lite")
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2_moe", "granitemoe")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+WITH_EXPERTS = (
+    *("deepseek_v2", "ernie4_5_moe"),
+    *("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2_moe", "granitemoe"),
+)
 # Dense, with experts, with latents: families of one kind of layer differ in modules that these ways do not tell from others.
 KINDS_OF_LAYERS = ("qwen3", "qwen3_moe", "deepseek_v3")
 RECOMPUTED = ("full recompute", "recompute of two layers", "selective recompute")

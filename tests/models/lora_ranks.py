@@ -46,6 +46,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm4", {"vocab_size": VOCAB}),
     "olmo": ("olmo3", {"vocab_size": VOCAB}),
     "seed": ("seed_oss", {"vocab_size": VOCAB, "num_hidden_layers": 2}),
+    "apertus": ("apertus", {"vocab_size": VOCAB, "num_hidden_layers": 2}),
+    "ernie": (
+        "ernie4_5_moe",
+        {"vocab_size": VOCAB, "num_hidden_layers": 2, "moe_num_experts": 4, "tie_word_embeddings": True},
+    ),
+    "hunyuan": ("hunyuan_v1_moe", {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_experts": 4}),
     "minimax": ("minimax_m2", {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_local_experts": 4}),
     # With a small epsilon the gated norm would blow up the rounding of whatever is near zero before it.
     "linear": ("qwen3_5", {"vocab_size": VOCAB, "rms_norm_eps": 1e-4}),
@@ -103,6 +109,9 @@ CASES = {
     "in one sp": Case("glm", Layout(tp=2, sequence_parallel=True, world_size=2)),
     "biases sp": Case("oss", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2)),
     "bias behind sp": Case("seed", Layout(tp=2, sequence_parallel=True, world_size=2)),
+    "no gate sp": Case("apertus", Layout(tp=2, sequence_parallel=True, world_size=2)),
+    "biased experts ep": Case("ernie", Layout(ep=2, world_size=2)),
+    "norms behind rotation sp": Case("hunyuan", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2)),
     "experts etp": Case("minimax", Layout(tp=2, etp=2, sequence_parallel=True, world_size=2)),
     "experts etp alone": Case("granite", Layout(etp=2, world_size=2)),
     "experts dp": Case("minimax", Layout(world_size=2)),

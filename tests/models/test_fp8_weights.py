@@ -35,6 +35,7 @@ from tests.support.sglang_fp8 import loaded_by_sglang
 from tests.support.tiny import CONFIGS, write_tiny_model
 
 KNOWN = sorted(str(path.parent.relative_to(FOLDER)) for path in FOLDER.rglob("config.json"))
+BUFFERS = ("correction_bias", "act_fn.beta", "act_fn.eps")
 FAMILIES = [family for family in CONFIGS if family not in (*STACKED_FAMILIES, *LINEAR_FAMILIES)]
 
 
@@ -42,7 +43,8 @@ def wide(folder: Path, family: str) -> Path:
     """With what SGLang asks of a config, and transformers does not write."""
     write_wide(folder, family)
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | missing_settings(folder)))
+    told = {key: value for key, value in missing_settings(folder).items() if key != "architectures"}  # which flags say
+    file.write_text(json.dumps(json.loads(file.read_text()) | told))
     return folder
 
 
@@ -54,7 +56,7 @@ def sent(folder: Path) -> dict[str, Tensor]:
         if name in scales:
             found[name], found[scale_name(name)] = quantize(tensor.bfloat16())
         elif name in expected_tensors(config):
-            found[name] = tensor if name.endswith("correction_bias") else tensor.bfloat16()
+            found[name] = tensor if name.endswith(BUFFERS) else tensor.bfloat16()
     return found
 
 
@@ -64,9 +66,11 @@ def as_held(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor
     for held in held_by(config, 1, pads=False):
         names = [piece.tensor for piece in held.pieces]
         zeros = sum(piece.below for piece in held.pieces)
+        tensors = {name: tensor if tensor.dim() else tensor.view(1) for name, tensor in tensors.items()}
         parts = [tensors[piece.tensor][piece.start : piece.stop].reshape(-1) for piece in held.pieces]
         whole = torch.cat([*parts, parts[0].new_zeros(zeros * tensors[names[0]].shape[-1])])
-        found[held.name] = whole.float() if held.wide else whole
+        narrow = whole.bfloat16() if whole.dtype == torch.float32 else whole  # a bias that is sent wide
+        found[held.name] = whole.float() if held.wide else narrow
         if scale_name(names[0]) in tensors:
             engine_name = scale_name(held.name)
             scales = [(tensors[scale_name(piece.tensor)], piece) for piece in held.pieces]
@@ -110,8 +114,19 @@ def test_sglang_builds_and_fills_its_fp8_models_with_what_is_sent(tmp_path: Path
 def test_linears_of_layers_are_quantised_and_nothing_else(family: str, tmp_path: Path) -> None:
     config = load_model_config(write_tiny_model(tmp_path / "model", family))
     left = set(expected_tensors(config)) - set(quantised(config))
-    gates = (".gate.weight", "_gate.weight")
-    ends = ("norm.weight", "embed_tokens.weight", "lm_head.weight", ".bias", *gates, "correction_bias")
+    gates = (".gate.weight", "_gate.weight", ".gate.wg.weight")
+    ends = (
+        "norm.weight",
+        "alpha_p",
+        "alpha_n",
+        ".beta",
+        ".eps",
+        "embed_tokens.weight",
+        "lm_head.weight",
+        ".bias",
+        *gates,
+        "correction_bias",
+    )
     assert [name for name in left if not name.endswith(ends)] == []
     assert [name for name in quantised(config) if name.endswith(ends)] == []
     shapes = expected_tensors(config)

@@ -22,8 +22,9 @@ from megarl.models.gpt import build_gpt, transformer_config
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_gather import Gatherer, export_buckets
 from megarl.models.hf_weights import load_hf_weights
-from megarl.models.layer_spec import Router, uses_transformer_engine
+from megarl.models.layer_spec import uses_transformer_engine
 from megarl.models.packed import packed_params
+from megarl.models.routers import Router
 from megarl.training.parallel import Groups
 from tests.models.parity import LENGTHS, megatron_logits, packed_on, packed_tokens, transformers_logprobs
 from tests.support.platforms import chosen
@@ -108,6 +109,22 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("glm4", {"attention_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     ("glm4", {"rope_parameters": LLAMA3, "partial_rotary_factor": 0.25}),
     ("glm4", {"rope_parameters": LINEAR, "partial_rotary_factor": 1.0, "head_dim": 24}),
+    ("apertus", {}),
+    ("apertus", {"tie_word_embeddings": True, "head_dim": 24, "num_key_value_heads": 1, "rope_parameters": LLAMA3}),
+    ("ernie4_5", {}),
+    ("ernie4_5", {"tie_word_embeddings": True, "head_dim": 24, "num_key_value_heads": 1, "rope_parameters": YARN}),
+    ("ernie4_5", {"rope_parameters": LLAMA3}),
+    ("ernie4_5_moe", {}),
+    ("ernie4_5_moe", {"tie_word_embeddings": True, "moe_layer_start_index": 0, "moe_num_shared_experts": 0}),
+    ("ernie4_5_moe", {"moe_layer_end_index": 1, "moe_k": 2, "moe_num_shared_experts": 1, "rope_parameters": LINEAR}),
+    ("hunyuan_v1_dense", {}),
+    ("hunyuan_v1_dense", {"tie_word_embeddings": True, "head_dim": 24, "num_key_value_heads": 1}),
+    ("hunyuan_v1_dense", {"rope_parameters": LLAMA3}),
+    ("hunyuan_v1_moe", {}),
+    ("hunyuan_v1_moe", {"tie_word_embeddings": True, "moe_topk": [2, 2, 2], "rope_parameters": LINEAR}),
+    ("deepseek_v2", {}),
+    ("deepseek_v2", {"q_lora_rank": None, "tie_word_embeddings": True, "first_k_dense_replace": 0, "v_head_dim": 24}),
+    ("deepseek_v2", {"rope_parameters": LINEAR, "n_shared_experts": 1, "num_experts_per_tok": 2}),
     ("glm4_moe", {}),
     ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
     ("glm4_moe", {"rope_parameters": LLAMA3, "partial_rotary_factor": 0.25, "tie_word_embeddings": True}),

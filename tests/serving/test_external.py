@@ -118,6 +118,16 @@ def test_one_whose_architectures_are_no_names_is_refused() -> None:
         check_external([url], KEY, EXPECTED)
 
 
+def test_one_that_was_told_sglangs_own_name_of_the_architecture_is_taken() -> None:
+    class Renamed(Pool):
+        async def respond(self, path: str, body: dict[str, Any]) -> web.Response:
+            told = {"served_model_name": "Qwen3-8B", "architectures": ["Ernie4_5_ForCausalLM"], "weight_version": "0"}
+            return web.json_response(told) if path == "/model_info" else await super().respond(path, body)
+
+    with in_a_thread(Renamed()) as url:
+        check_external([url], KEY, replace(EXPECTED, architectures=("Ernie4_5ForCausalLM",)))
+
+
 def test_one_whose_stored_keys_and_values_outlive_the_weights_is_refused() -> None:
     class Storing(Pool):
         async def respond(self, path: str, body: dict[str, Any]) -> web.Response:

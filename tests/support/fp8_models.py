@@ -23,6 +23,19 @@ OWN: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64,  # compressed keys and values: one block and a half
         "v_head_dim": 64,
     },
+    "deepseek_v2": {
+        "rope_parameters": {  # without, SGLang builds none of it on a CPU
+            **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512},
+            **{"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+        "moe_intermediate_size": 128,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+    },
+    "ernie4_5_moe": {"moe_intermediate_size": 128},
     "glm4_moe": {"moe_intermediate_size": 128},
     "glm4_moe_lite": {
         "moe_intermediate_size": 128,

@@ -1,7 +1,8 @@
 """Models as large as published ones, of families without a recipe; without weights.
 
 Sizes are transformers' own where they are a published model's (SmolLM3-3B, Qwen3.5-9B and 35B-A3B, Qwen3-Next-80B-A3B), and else
-those of OLMoE-1B-7B, EXAONE-4.0-32B, granite-3.1-3b-a800m, Seed-OSS-36B and MiniMax-M2.
+those of OLMoE-1B-7B, EXAONE-4.0-32B, granite-3.1-3b-a800m, Seed-OSS-36B, MiniMax-M2, ERNIE-4.5-0.3B and 21B-A3B, Hunyuan-7B and
+A13B, DeepSeek-V2, and Apertus-8B.
 """
 
 from __future__ import annotations
@@ -31,6 +32,41 @@ SIZES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
     },
     "smollm3": {},
+    "apertus": {"intermediate_size": 21504, "num_key_value_heads": 8},
+    "ernie4_5": {},
+    "ernie4_5_moe": {},
+    "hunyuan_v1_dense": {
+        "vocab_size": 128167,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+    },
+    "hunyuan_v1_moe": {
+        "vocab_size": 128167,
+        "intermediate_size": 3072,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "num_experts": 64,
+        "moe_topk": 8,
+    },
+    "deepseek_v2": {
+        "vocab_size": 102400,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 128,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 160,
+        "n_group": 8,
+        "topk_group": 3,
+        "topk_method": "group_limited_greedy",
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 16.0,
+        "max_position_embeddings": 163840,
+    },
     "olmoe": {"intermediate_size": 1024},
     "granitemoe": {
         "vocab_size": 49155,
@@ -71,6 +107,12 @@ SIZES: dict[str, dict[str, Any]] = {
 LAYOUTS = {
     "qwen3_5": Layout(tp=4, pp=2, world_size=8),
     "exaone4": Layout(tp=4, pp=2, sequence_parallel=True, world_size=8),
+    "apertus": Layout(tp=4, pp=2, sequence_parallel=True, world_size=8),
+    "ernie4_5": Layout(tp=2, pp=2, sequence_parallel=True, world_size=4),
+    "ernie4_5_moe": Layout(tp=4, pp=2, ep=8, sequence_parallel=True, world_size=16),
+    "hunyuan_v1_dense": Layout(tp=4, pp=2, sequence_parallel=True, world_size=8),
+    "hunyuan_v1_moe": Layout(tp=4, pp=2, ep=8, sequence_parallel=True, world_size=16),
+    "deepseek_v2": Layout(tp=4, pp=2, ep=8, sequence_parallel=True, world_size=16),
     "smollm3": Layout(tp=4, pp=2, sequence_parallel=True, world_size=8),
     "olmoe": Layout(tp=4, pp=2, ep=4, sequence_parallel=True, world_size=8),
     "granitemoe": Layout(tp=4, pp=2, ep=8, sequence_parallel=True, world_size=16),
@@ -79,8 +121,12 @@ LAYOUTS = {
     "seed_oss": Layout(tp=4, pp=2, sequence_parallel=True, world_size=8),
     "minimax_m2": Layout(tp=4, pp=2, ep=8, sequence_parallel=True, world_size=16),
 }
-# Transformer Engine has norms neither behind attention nor over all heads, and no Gated DeltaNet.
-TORCH_ALONE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "exaone4", "olmoe", "minimax_m2")
+# Transformer Engine has norms neither behind attention or the rotation nor over all heads, no Gated DeltaNet, and no
+# activation that learns.
+TORCH_ALONE = (
+    *("apertus", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "exaone4", "olmoe", "minimax_m2"),
+)
 
 
 def large_config(family: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from megarl.core.platform import get_platform
 from megarl.serving import server_models, sglang_cpu
 from tests.support.forked_servers import unused_models
 
+SENT = ("act_fn.beta", "act_fn.eps")  # buffers that are weights
 Case = tuple[list[str], Path, Path]
 
 
@@ -74,10 +75,11 @@ def run(flags: list[str], sent: str, held: str) -> None:
 
     model = build(flags)
     weights = {name: parameter for name, parameter in model.named_parameters() if parameter.dim()}
+    weights |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(SENT)}
     assert any(name.endswith("scale_inv") for name in weights), "the flags ask for FP8"
     for name, parameter in weights.items():
         if not name.endswith("scale_inv"):
-            parameter.data.view(torch.uint8).fill_(255)
+            parameter.data.reshape(-1).view(torch.uint8).fill_(255)
     model.load_weights(iter(load_file(sent).items()))
     save_file({name: parameter.detach().contiguous() for name, parameter in weights.items()}, held)
 

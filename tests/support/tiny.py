@@ -24,6 +24,12 @@ CONFIGS = {
     "phi3": "Phi3Config",
     "mixtral": "MixtralConfig",
     "deepseek_v3": "DeepseekV3Config",
+    "apertus": "ApertusConfig",
+    "deepseek_v2": "DeepseekV2Config",
+    "ernie4_5": "Ernie4_5Config",
+    "ernie4_5_moe": "Ernie4_5_MoeConfig",
+    "hunyuan_v1_dense": "HunYuanDenseV1Config",
+    "hunyuan_v1_moe": "HunYuanMoEV1Config",
     "glm4": "Glm4Config",
     "glm4_moe": "Glm4MoeConfig",
     "glm4_moe_lite": "Glm4MoeLiteConfig",
@@ -39,6 +45,7 @@ CONFIGS = {
     "gemma3": "Gemma3TextConfig",
     "gpt_oss": "GptOssConfig",
 }
+ALPHA: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}
 LINEAR: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
@@ -100,6 +107,35 @@ OWN: dict[str, dict[str, Any]] = {
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
+    },
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+    },
+    "ernie4_5_moe": {
+        "moe_intermediate_size": 48,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_num_shared_experts": 2,
+    },
+    "hunyuan_v1_dense": {"rope_parameters": ALPHA},
+    "hunyuan_v1_moe": {
+        "intermediate_size": 48,
+        "num_experts": 8,
+        "moe_topk": 3,
+        "rope_parameters": ALPHA,
     },
     "glm4_moe": {
         "attention_bias": True,
@@ -259,7 +295,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         **OWN.get(family, {}),
         **overrides,
     }
-    if family in ("qwen2", "qwen2_moe", "deepseek_v3", "glm4_moe_lite"):
+    if family in ("qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
         settings.pop("head_dim")
     if family == "qwen3_5_moe":
         settings.pop("intermediate_size")  # no layer has an MLP without experts
@@ -278,7 +314,10 @@ def write_tiny_model(
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # Norms of one, biases of zero and routers that send all tokens alike would hide mistakes.
             if name.endswith(
-                ("mlp.gate.weight", "shared_expert_gate.weight", "mlp.router.weight", "router.layer.weight")
+                (
+                    *("mlp.gate.weight", "shared_expert_gate.weight", "mlp.router.weight", "router.layer.weight"),
+                    "gate.wg.weight",
+                )
             ):
                 tensor.normal_(std=0.3)
             elif name.endswith((".sinks", "gate_up_proj_bias", "down_proj_bias")):

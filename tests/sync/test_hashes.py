@@ -21,6 +21,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import start_all
 from megarl.serving.server import ProcessPlace, ServerSpec
+from megarl.serving.server_models import missing_settings
 from megarl.sync import hashes
 from megarl.sync.hash_report import refuse
 from megarl.sync.hashes import ExpectedSums, Sums, all_sums, compare, differences
@@ -40,6 +41,11 @@ KEY, START_S = "key-of-the-tests-servers", 300.0
 UNASKED = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 EXPERTS = {"mlp_only_layers": []}
 TOKENS = [5, 6, 7, 8, 9, *range(40, 70)]
+# As DeepSeek-V2 has it; without, SGLang builds none of it on a CPU.
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512},
+    **{"mscale": 0.707, "mscale_all_dim": 0.707},
+}
 LONGROPE = longrope(0.75) | {"original_max_position_embeddings": len(TOKENS)}  # the longest that is the same everywhere
 TRANSPORTS = ["broadcast", "shared_memory", DEVICES, "disk"]
 
@@ -71,10 +77,9 @@ async def asked(server: ServerEndpoint) -> FloatArray:
 def write_model(folder: Path, family: str, **overrides: Any) -> Path:
     """What SGLang asks of a config of DeepSeek's, and transformers does not write, is added."""
     write_tiny_model(folder, family, **overrides)
-    if family == "deepseek_v3":
+    if family in ("deepseek_v2", "deepseek_v3"):
         file = folder / "config.json"
-        more = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+        file.write_text(json.dumps(json.loads(file.read_text()) | missing_settings(folder)))
     return folder
 
 
@@ -98,6 +103,12 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ),
         ("mixtral", {}, (2,)),
         ("deepseek_v3", {}, (2,)),
+        ("apertus", {"vocab_size": 130}, (1, 2)),
+        ("deepseek_v2", {"vocab_size": 130, "rope_parameters": YARN}, (1, 2)),
+        ("ernie4_5", {"vocab_size": 130}, (1, 2)),
+        ("ernie4_5_moe", {"vocab_size": 130}, (1, 2)),
+        ("hunyuan_v1_dense", {"vocab_size": 130}, (1, 2)),
+        ("hunyuan_v1_moe", {"vocab_size": 130}, (1, 2)),
         ("glm4", {"intermediate_size": 80, "num_key_value_heads": 1}, (1, 2)),
         ("glm4_moe", {}, (2,)),  # by one rank: in bfloat16, below
         ("glm4_moe_lite", {}, (1, 2)),
@@ -124,7 +135,8 @@ def test_what_servers_hold_of_every_family_is_known_and_what_they_compute_is_the
             if load_model_config(model).mla is None:
                 assert np.abs(asyncio.run(asked(server)) - HfModel(model).logprobs(TOKENS)).max() < 1e-5
             # One number of one tensor, by the least that float32 knows.
-            for name in ("model.layers.1.post_attention_layernorm.weight", "model.layers.2.self_attn.o_proj.weight"):
+            norm = "feedforward_layernorm" if family == "apertus" else "post_attention_layernorm"
+            for name in (f"model.layers.1.{norm}.weight", "model.layers.2.self_attn.o_proj.weight"):
                 tensors = dict(tensors_in(model))
                 last = tensors[name].view(-1)[-1:]
                 last.copy_(torch.nextafter(last, last + 1))

@@ -140,6 +140,7 @@ def test_the_ranks_together_hold_every_number(family: str, tp: int, pads: bool) 
         experts: list[int | None] = [None]
         if ".experts." in name and family == "gpt_oss":  # one tensor of [experts, in, out]
             experts, shape = list(range(shape[0])), shape[:0:-1]
+        shape = shape or (1,)  # of one number without dimensions
         if family == "granitemoe" and len(shape) == 3:  # rows of all experts
             shape = shape[0] * shape[1], shape[2]
         columns = range(-1, 0) if cut else range(shape[1])

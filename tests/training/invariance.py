@@ -67,6 +67,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "learned activation": ("apertus", {"num_hidden_layers": 2}),
+    "neighbours": ("ernie4_5", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
+    "biased softmax": ("ernie4_5_moe", {"num_hidden_layers": 2, "moe_num_experts": 4, "moe_k": 2}),
+    "norms behind rotation": ("hunyuan_v1_dense", {"num_hidden_layers": 2}),
+    "norms behind rotation, experts": ("hunyuan_v1_moe", {"num_hidden_layers": 2, "num_experts": 4, "moe_topk": 2}),
+    "mla, softmax": ("deepseek_v2", {"num_hidden_layers": 2, "q_lora_rank": None}),
     "linear": ("qwen3_5", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
     "linear, experts": (
         "qwen3_5_moe",

@@ -68,8 +68,8 @@ from tests.training.samples import TOP_K, Example, shards
 
 # Gradients stay whole on each rank, and the weights as they are: the step is far below rounding.
 STANDSTILL = Optimizer(name="sgd", lr=1e-30, clip_grad=1e9)
-# A bias that decides which experts are chosen, and that no gradient reaches.
-BIAS_OF_CHOICE = "e_score_correction_bias"
+# A bias that decides which experts are chosen, and numbers of an activation: no gradient reaches them.
+UNTRAINED = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps")
 ADAM = OPTIMIZER.model_copy(update={"eps": ADAM_EPS})
 # What is learned in the place of the policy loss.
 OBJECTIVES: dict[str, Objective] = {
@@ -170,7 +170,7 @@ class World:
         """A copy of the whole gradients, at rank 0."""
         buckets = self.rank.engine(role).gradients(1 << 16)
         found = {name: tensor.cpu().clone() for bucket in buckets for name, tensor in bucket}
-        without = [name for name, tensor in found.items() if not tensor.any() and not name.endswith(BIAS_OF_CHOICE)]
+        without = [name for name, tensor in found.items() if not tensor.any() and not name.endswith(UNTRAINED)]
         assert not without, f"no gradient: {without}"
         return found
 
