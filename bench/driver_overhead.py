@@ -89,6 +89,7 @@ class StubRank:
         self,
         role: str,
         names: tuple[str, ...],
+        kl: float,
         num_shards: int,
         num_owners: int,
         plan: ShardPlan,
