@@ -72,8 +72,8 @@ def logprob_memory(result: Result) -> str:
 def plan_vs_measured(result: Result) -> str:
     summary = result["summary"]
     return (
-        f"{summary['placements']} placements: median error of a step {summary['median_error']:.1%}; the one predicted fastest took "
-        f"{summary['pick_over_fastest']:.2f} of the fastest"
+        f"{summary['placements']} placements: median error of a step {summary['median_error']:.1%}; the one predicted "
+        f"fastest took {summary['pick_over_fastest']:.2f} of the fastest"
     )
 
 
