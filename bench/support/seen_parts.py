@@ -180,6 +180,8 @@ def weight_sync(result: Result) -> str:
         f"{row['layout']} {row['transport'].replace('_', ' ')} {row['seconds']:.2f} s, {row['of']:.0%} of its bound"
         for row in result["rows"]
     )
+    ends = span((row["pieces"]["commit"] for row in result["rows"]), ".2f")
+    rows += f"; of each {ends} s at the end, in which a server on a CPU lays its weights out for its kernels"
     equal = "all answers equal" if all(row["equal"] for row in result["rows"]) else "answers that differ"
     memcpy, bare = size / result["memcpy_s"] / 1e9, size / result["bare_broadcast_s"] / 1e9
     alone = ""
