@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, Protocol
 
 import torch
@@ -61,11 +62,11 @@ class ChoosingRouter(Router):
             return self.choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         return self._replay.get_replay_topk(scores, topk, num_groups, group_topk, self.choose)
 
+    @abstractmethod
     def choose(
         self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Scores and indices of the chosen experts, [T, k] each. scores: [T, experts]."""
-        raise NotImplementedError
 
 
 class BiasedRouter(ChoosingRouter):

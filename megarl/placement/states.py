@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megarl.core.errors import UserError
+from megarl.core.words import last_value
 from megarl.models.config import ModelConfig
 
 # The last tokens before the convolution are in bfloat16, whatever the run's dtype (SGLANG_MAMBA_CONV_DTYPE).
@@ -45,7 +46,7 @@ class StatePool:
 
 def state_pool(args: Sequence[str], max_running: int) -> StatePool:
     """What flags of a server say of its states. Raises UserError for values that SGLang would not take."""
-    said = {name: _said(args, name) for name in (DTYPE, SLOTS, RATIO, STRATEGY)}
+    said = {name: last_value(args, name) for name in (DTYPE, SLOTS, RATIO, STRATEGY)}
     told = {name: value for name, value in said.items() if value is not None}
     try:
         element_bytes = DTYPES[told[DTYPE]] if DTYPE in told else None
@@ -65,16 +66,6 @@ def state_pool(args: Sequence[str], max_running: int) -> StatePool:
     if RADIX in args:
         return StatePool(element_bytes, max_running if slots is None else slots, ratio, each=1)
     return StatePool(element_bytes, slots, ratio, each)
-
-
-def _said(args: Sequence[str], flag: str) -> str | None:
-    """What follows a flag, the last time; None where it is not there."""
-    found = None
-    for index, word in enumerate(args):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            found = value if equals else "".join(args[index + 1 : index + 2])
-    return found
 
 
 def state_bytes(config: ModelConfig, tp: Any, element_bytes: int | None = None) -> Any:

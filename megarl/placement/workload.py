@@ -11,6 +11,7 @@ from typing import Literal
 
 from megarl.core.errors import UserError
 from megarl.core.types import MiniBatches
+from megarl.core.words import last_value
 from megarl.hub.fetch import config_here, fetch_config
 from megarl.models.config import ModelConfig
 from megarl.models.context import SAMPLE_PARTS, check_context
@@ -201,21 +202,18 @@ def transport_of(recipe: Recipe) -> SyncTransport:
 
 def server_share(args: Sequence[str]) -> float | None:
     """What a recipe's own flags say of a server's share of the memory, the last word counts. Raises UserError: no share."""
-    found = None
-    for index, word in enumerate(args):
-        name, equals, value = word.partition("=")
-        if name != FRACTION_FLAG:
-            continue
-        value = value if equals else "".join(args[index + 1 : index + 2])
-        try:
-            found = float(value)
-        except ValueError:
-            found = math.nan
-        if not 0 < found < 1:
-            raise UserError(
-                f"rollout.server_args says {FRACTION_FLAG} {value or 'and nothing behind it'}: it is the share of a device's "
-                "memory that a server may take, a number above 0 and below 1, such as 0.85."
-            )
+    value = last_value(args, FRACTION_FLAG)
+    if value is None:
+        return None
+    try:
+        found = float(value)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < 1:
+        raise UserError(
+            f"rollout.server_args says {FRACTION_FLAG} {value or 'and nothing behind it'}: it is the share of a device's "
+            "memory that a server may take, a number above 0 and below 1, such as 0.85."
+        )
     return found
 
 

@@ -84,10 +84,13 @@ def free_names(source: str) -> set[str]:
     return used - bound - BUILTINS
 
 
-def bound_names(source: str) -> set[str]:
-    """Names that a text binds for what comes after it. Raises SyntaxError."""
-    symbols = symtable.symtable(source, "<tests>", "exec").get_symbols()
-    return {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+def bound_names(source: str) -> frozenset[str]:
+    """Names that a text binds for what comes after it; none of a text that is no Python."""
+    try:
+        symbols = symtable.symtable(source, "<tests>", "exec").get_symbols()
+    except SyntaxError:
+        return frozenset()
+    return frozenset(each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
 
 
 def asks(node: ast.AST, ours: Iterable[str]) -> bool:

@@ -302,7 +302,7 @@ def _code(source: str, metadata: Mapping[str, Any]) -> RowTests:
         body = ast.parse(source).body
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"these are neither JSON nor Python: {_shown(source)} ({error})") from None
-    ours = _bound(_setup(metadata))
+    ours = bound_names(_setup(metadata))
     if body and all(isinstance(each, ast.Assert) for each in body):
         return RowTests(checks=tuple(_assert(each, ours) for each in body if isinstance(each, ast.Assert)))
     entry = metadata.get("entry_point")
@@ -317,13 +317,6 @@ def _code(source: str, metadata: Mapping[str, Any]) -> RowTests:
 
 def _joined(sources: Sequence[str]) -> str:
     return "\n".join(source for source in sources if source)
-
-
-def _bound(setup: str) -> frozenset[str]:
-    try:
-        return frozenset(bound_names(setup))
-    except SyntaxError:
-        return frozenset()
 
 
 def _of_check(body: list[ast.stmt], entry: str) -> list[ast.Assert]:

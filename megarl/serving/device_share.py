@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.core.platform import visible_cuda_devices
+from megarl.core.words import last_value
 
 FLAG, NODES = "--mem-fraction-static", "--nnodes"
 ASK = ("--query-gpu=memory.total,memory.used", "--format=csv,noheader,nounits")  # as SGLang asks for the first
@@ -32,7 +33,7 @@ def share_flags(argv: Sequence[str], devices: Sequence[Held]) -> tuple[str, ...]
 
     Never so much that no room is left beside. Of a server over several nodes all parts have to say the same: they are left alone.
     """
-    share, nodes = _said(argv, FLAG), _said(argv, NODES)
+    share, nodes = _number(argv, FLAG), _number(argv, NODES)
     if share is None or (nodes or 1) > 1 or not devices:
         return ()
     fullest = max(devices, key=lambda each: each.used - each.total)
@@ -64,14 +65,9 @@ def devices_in_use() -> list[Held]:
         return []  # parts of a device have no answer
 
 
-def _said(argv: Sequence[str], flag: str) -> float | None:
-    """The number that follows a flag, the last time; None where it is not there, or is none."""
-    found = None
-    for index, word in enumerate(argv):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            found = value if equals else "".join(argv[index + 1 : index + 2])
+def _number(argv: Sequence[str], flag: str) -> float | None:
+    """What follows a flag the last time; None where it is not there, or is no number."""
     try:
-        return None if found is None else float(found)
+        return float(last_value(argv, flag) or "")
     except ValueError:
-        return None  # SGLang's own parser refuses it
+        return None  # SGLang's own parser refuses what is none
