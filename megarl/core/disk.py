@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 
 from megarl.core.errors import UserError
+
+# What a disk that is full, a quota and a limit on file sizes answer.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def sync(path: Path) -> None:
@@ -22,6 +27,22 @@ def sync_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         sync(path)
     sync(folder)
+
+
+def write_all(file: RawIOBase | BufferedIOBase, content: bytes | memoryview) -> None:
+    """Write all of it: a file without a buffer may take less at once. A disk that is full says so here, and not at its end."""
+    view = memoryview(content)
+    while view:
+        view = view[file.write(view) :]
+
+
+def replace_text(path: Path, text: str, *, lasting: bool = False) -> None:
+    """Write a file that is as it was or all new, whenever it is read. lasting: its content is on the disk before it is new."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    if lasting:
+        sync(temporary)
+    temporary.replace(path)
 
 
 def check_writable(path: Path, option: str) -> None:

@@ -27,6 +27,13 @@ def interrupted_by(number: int) -> str:
     return f"interrupted by {name}."
 
 
+def ending_of(code: int) -> str:
+    """How a process ended, by its exit code as subprocess has it: `exit code 3`, `signal SIGKILL`."""
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {signal.Signals(-code).name if -code in {*signal.Signals} else -code}"  # most real-time ones have no name
+
+
 def end_at_once() -> None:
     """From now on they end this process where it is, with a sentence: for as long as nothing has to be ended in order.
 

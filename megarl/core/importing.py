@@ -6,12 +6,12 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.core.words import did_you_mean
 
 
 def import_attribute(path: str, key: str, folder: Path | None = None) -> Any:
@@ -27,8 +27,7 @@ def import_attribute(path: str, key: str, folder: Path | None = None) -> Any:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            near = get_close_matches(part, [name for name in dir(found) if not name.startswith("_")], n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(part, [name for name in dir(found) if not name.startswith("_")], quoted=True)
             raise UserError(f"{where}: {module.__file__} has no {attribute!r}.{hint}")
         found = getattr(found, part)
     return found

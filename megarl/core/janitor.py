@@ -18,13 +18,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 SHARED_MEMORY = Path("/dev/shm")
+TRACKER_S = 3.0
 # Beside the registry of shared memory: folders elsewhere; names and inodes of what was there before the run.
 FOLDERS, BEFORE = "folders.txt", "before.txt"
 
@@ -47,16 +48,27 @@ def processes_with(variable: str, value: str, *, but: Iterable[int] = ()) -> lis
     mark = f"{variable}={value}".encode()
     spared = {os.getpid(), *but}
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) in spared:
+    for pid in everybody():
+        if pid in spared:
             continue
         try:
-            environment = (entry / "environ").read_bytes()
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
-            continue  # it ended meanwhile, or is another user's, or it is another user's
+            continue  # it ended meanwhile, or is another user's
         if mark in environment.split(b"\0"):
-            found.append(int(entry.name))
+            found.append(pid)
     return found
+
+
+def everybody() -> Iterator[int]:
+    """Pids of all processes that this one sees."""
+    return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+
+
+def stat_of(pid: int) -> list[str]:
+    """Of `/proc/PID/stat`, from the third on: state, parent, group and so on. Raises OSError where there is no such process."""
+    # The name of the program, in brackets, may itself hold spaces and brackets, and half of a character at its end.
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def segments_of(pids: Iterable[int]) -> set[str]:
@@ -82,8 +94,7 @@ def segments_of(pids: Iterable[int]) -> set[str]:
 def mapped_elsewhere(run_id: str, *, but: Iterable[int] = ()) -> set[str]:
     """Names under /dev/shm of what processes have mapped that are neither this run's, nor this one, nor those named."""
     run = {os.getpid(), *but, *processes_of(run_id)}
-    everybody = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-    return segments_of(pid for pid in everybody if pid not in run)
+    return segments_of(pid for pid in everybody() if pid not in run)
 
 
 def _there() -> dict[str, str]:
@@ -176,13 +187,13 @@ def start(
     return process
 
 
-def kill_all(pids: Iterable[int], tracker_s: float = 3.0, raylet_s: float = 2.0) -> None:
+def kill_all(pids: Iterable[int], raylet_s: float = 2.0) -> None:
     """SIGKILL processes and wait for their end; Ray's raylets come first, and Python's resource trackers last.
 
     A raylet ends its agents where it is told to end, and they carry no run's id: alone they would stay for a minute and more.
     Where it has not come to that within `raylet_s`, as on a busy machine, they are killed with it.
     A tracker removes the named semaphores and shared memory of the processes that it served as soon as they have ended,
-    and then ends by itself: names that no process has mapped any more are known to it alone. It gets `tracker_s`.
+    and then ends by itself: names that no process has mapped any more are known to it alone. It gets TRACKER_S.
     """
     pids = list(pids)
     raylets = [pid for pid in pids if _runs(pid, b"/raylet\0")]
@@ -199,7 +210,7 @@ def kill_all(pids: Iterable[int], tracker_s: float = 3.0, raylet_s: float = 2.0)
     for pid in others:
         _kill(pid)
     await_exit(others, 1.0)
-    await_exit(trackers, tracker_s)
+    await_exit(trackers, TRACKER_S)
     for pid in trackers:
         _kill(pid)
     await_exit(trackers, 1.0)
@@ -208,13 +219,10 @@ def kill_all(pids: Iterable[int], tracker_s: float = 3.0, raylet_s: float = 2.0)
 def _children(parents: Collection[int], *, but: Collection[int]) -> list[int]:
     """Pidfds of the children of these processes, which lose their parent with them."""
     found = []
-    for entry in Path("/proc").iterdir() if parents else ():
-        if not entry.name.isdigit() or int(entry.name) in but:
-            continue
+    for pid in everybody() if parents else ():
         with suppress(OSError):  # it ended meanwhile
-            # The name of the program, in brackets, may itself hold spaces and brackets.
-            if int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1]) in parents:
-                found.append(os.pidfd_open(int(entry.name)))
+            if pid not in but and int(stat_of(pid)[1]) in parents:
+                found.append(os.pidfd_open(pid))
     return found
 
 

@@ -107,7 +107,6 @@ def setup_logging(
     *,
     console_level: int | None = logging.WARNING,
     secrets: Iterable[str] = (),
-    file_level: int = logging.INFO,
 ) -> RunLog:
     """Send megarl's logs to `file` (appended; its folder is made) and, from console_level on, to stderr.
 
@@ -116,7 +115,7 @@ def setup_logging(
     file.parent.mkdir(parents=True, exist_ok=True)
     secrets = tuple(secrets)
     to_file = _FileHandler(file, encoding="utf-8")
-    to_file.setLevel(file_level)
+    to_file.setLevel(logging.INFO)
     to_file.setFormatter(
         HidingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S", secrets)
     )

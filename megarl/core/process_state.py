@@ -26,21 +26,15 @@ class Stopped:
 def started_at(pid: int) -> int:
     """When a process began, in clock ticks since the machine did; 0 where there is none. With its pid it names one process."""
     try:
-        return int(_fields(pid)[19])
+        return int(janitor.stat_of(pid)[19])
     except OSError:
         return 0
-
-
-def _fields(pid: int) -> list[str]:
-    """Of `/proc/PID/stat`, from the third on. Raises OSError where there is no such process."""
-    # The name of the program, in brackets, may itself hold spaces and brackets, and half of a character at its end.
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def stopped(pid: int) -> Stopped | None:
     """What is known of a process that has been stopped; None of one that runs, waits or has ended."""
     try:
-        state = _fields(pid)[0]
+        state = janitor.stat_of(pid)[0]
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         return None  # it ended meanwhile

@@ -51,6 +51,11 @@ def started_again() -> bool:
     return bool(os.environ.get(AGAIN_VARIABLE))
 
 
+def without_ray() -> dict[str, str]:
+    """This process's environment without what opens the run's own Ray: for a user's programs."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+
+
 class RunningRay(NamedTuple):
     """A Ray that a run joins. address: host:port. variable: which one of the environment says so."""
 

@@ -20,6 +20,7 @@ IntArray = NDArray[np.int64]
 TokenArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 RoutingArray = NDArray[np.int16]
+UNKNOWN_EXPERT = -1  # in it: that nobody chose, of a token whose routing is not known
 
 # Columns of what a teacher says: of each label, and of the likeliest labels there (training/batch.joined_top).
 TEACHER_LOGPROBS = "teacher_logprobs"

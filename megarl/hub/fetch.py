@@ -17,6 +17,7 @@ from megarl.hub.problems import told
 
 Say = Callable[[str], object]
 
+MODEL = "model.path"  # the recipe's key, for errors
 SILENT_S = 2.0  # that a process waits for another without saying so
 CONFIG, CARD = "config.json", "README.md"
 # Of a model: config, tokenizer and chat templates, which may be in a folder of theirs; then the weights. Other formats of the
@@ -145,16 +146,16 @@ def config_here(path: Path) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def fetch_config(path: Path, key: str = "model.path") -> Path:
+def fetch_config(path: Path) -> Path:
     """Where a model's config.json is: downloaded, and nothing else of it, where the path is a name. Raises UserError."""
     repo = hub_name(path, "model")
-    return path / CONFIG if repo is None else fetch(resolve(repo, key), key, [CONFIG], _quiet).folder / CONFIG
+    return path / CONFIG if repo is None else fetch(resolve(repo, MODEL), MODEL, [CONFIG], _quiet).folder / CONFIG
 
 
-def find_tokenizer(path: Path, key: str = "model.path") -> Path:
+def find_tokenizer(path: Path) -> Path:
     """The folder of a model's config and tokenizer, without its weights where it is a name on the hub. Raises UserError."""
     repo = hub_name(path, "model")
-    return path if repo is None else fetch(resolve(repo, key), key, SMALL, _quiet, ignore=NEVER).folder
+    return path if repo is None else fetch(resolve(repo, MODEL), MODEL, SMALL, _quiet, ignore=NEVER).folder
 
 
 def fetch_again(path: Path) -> str:

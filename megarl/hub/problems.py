@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 
 from megarl.core.errors import UserError
+from megarl.core.words import nearest_beside
 from megarl.hub.names import Repo
 
 LOGIN = "`hf auth login`, or HF_TOKEN in the environment"
@@ -102,12 +102,8 @@ def _disk(repo: Repo, error: Exception) -> str:
 
 def here(path: Path) -> str:
     """That a path leads nowhere here, with the nearest name that does."""
-    near = get_close_matches(path.name, [each.name for each in _entries(path.parent)], n=1)
-    return f"there is no {path} here" + (f" (there is {path.parent / near[0]})" if near else "")
-
-
-def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
+    near = nearest_beside(path)
+    return f"there is no {path} here" + (f" (there is {near})" if near else "")
 
 
 def _status(error: Exception) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megarl.core.json_file import read_object
 from megarl.hub.fetch import CARD, NEVER, SMALL, Say, fetch, fetch_model, listing, resolve
@@ -19,10 +19,8 @@ from megarl.recipe.dataset import is_set
 from megarl.recipe.load import Loaded, with_path
 from megarl.recipe.reward import Classify
 from megarl.recipe.save import PROVENANCE_FILE
-from megarl.recipe.schema import Recipe
-from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
+from megarl.recipe.schema import Recipe, RecipeT
 
-R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
 TRAIN, EVAL = "data.train", "data.eval"
 MODELS = ("model.path", "critic.path", "reward_model.path", "teacher.path")
 
@@ -42,13 +40,13 @@ def names_of(recipe: Any, skip: Sequence[str] = ()) -> dict[str, Repo]:
 
 
 def localize(
-    loaded: Loaded[R],
+    loaded: Loaded[RecipeT],
     check_config: Callable[[Path], object],
     say: Say,
     *,
     run: Path | None = None,
     skip: Sequence[str] = (),
-) -> Loaded[R]:
+) -> Loaded[RecipeT]:
     """The recipe with folders and files in the place of names. Raises UserError.
 
     check_config: refuses a model's folder that has only config and tokenizer yet. say: told what was found and what is

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import takewhile
 from pathlib import PurePosixPath
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 
 from megarl.core.errors import UserError
+from megarl.core.words import did_you_mean, some
 
 READ = (".jsonl", ".ndjson", ".parquet", ".pq")
 # What `datasets` takes for the name of a split, and a set beside which files without any are no training rows.
@@ -183,8 +183,7 @@ def _common_start(words: Sequence[str]) -> str:
 
 
 def _near(name: str, there: Any) -> str:
-    near = get_close_matches(name, list(there), n=1)
-    return f"{f' Did you mean {near[0]!r}?' if near else ''} There are: {', '.join(there) or 'none'}."
+    return f"{did_you_mean(name, there, quoted=True)} There are: {', '.join(there) or 'none'}."
 
 
 def _saved(files: Sequence[str], split: str) -> str:
@@ -201,5 +200,4 @@ def _saved(files: Sequence[str], split: str) -> str:
 
 def _listed(files: Sequence[str]) -> str:
     shown = [file for file in files if PurePosixPath(file).suffix in READ] or list(files)
-    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-    return f"It has {', '.join(shown[:SHOWN]) or 'no files'}{more}."
+    return f"It has {some(shown, SHOWN) or 'no files'}."

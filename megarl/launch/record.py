@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from megarl.core.disk import replace_text
 from megarl.core.errors import UserError
 from megarl.core.json_file import whole_lines
+from megarl.report.history import METRICS_FILE
 
 KIND = Literal["slurm", "ray"]
 FOLDER, FILE, EVENTS = "launch", "submission.json", "events.jsonl"
-METRICS = "metrics.jsonl"
 LAST_BYTES = 2**18  # of the metrics, that are looked at for the last step: a row has some thousand
 
 
@@ -34,9 +35,7 @@ class Submission:
         """Remember it as the run's last."""
         folder = run / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".{FILE}"
-        temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        temporary.replace(folder / FILE)
+        replace_text(folder / FILE, json.dumps(asdict(self), indent=1) + "\n")
 
 
 @contextmanager
@@ -94,7 +93,7 @@ def last_exit_code(run: Path, job: str) -> int | None:
 
 def steps_done(run: Path) -> int | None:
     """The last step in the run's metrics; None where there is none yet. Of a long run that is the end of a large file."""
-    with reading(run / METRICS):
-        lines = whole_lines(run / METRICS, last_bytes=LAST_BYTES) or whole_lines(run / METRICS)
+    with reading(run / METRICS_FILE):
+        lines = whole_lines(run / METRICS_FILE, last_bytes=LAST_BYTES) or whole_lines(run / METRICS_FILE)
     steps = [line["step"] for line in lines if isinstance(line.get("step"), int)]
     return steps[-1] if steps else None

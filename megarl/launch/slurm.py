@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.core.errors import MegarlError, UserError
+from megarl.core.words import did_you_mean
 
 COMMAND_S = 60.0
 ONLY_THERE = "call megarl on a login node of the SLURM cluster."
@@ -120,8 +120,7 @@ def check_partition(names: str) -> None:
     there = list(dict.fromkeys(_ask(["sinfo", "--all", "--noheader", "--format=%R"]).split()))
     for name in names.split(","):
         if name not in there:
-            near = difflib.get_close_matches(name, there, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, there)
             raise UserError(f"--partition {name}: SLURM has no such partition.{hint} It has: {', '.join(there)}.")
 
 

@@ -12,7 +12,7 @@ from megarl.models.hf_files import check_weights
 from megarl.models.layout_check import check_layout
 from megarl.models.rules import expected_tensors
 from megarl.recipe.layouts import role_layouts
-from megarl.recipe.rules import longest_sample
+from megarl.recipe.rollout_rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.scoring import asked_of_teacher
 

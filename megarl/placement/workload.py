@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.core.errors import UserError
+from megarl.core.json_file import read_object
 from megarl.core.types import MiniBatches
 from megarl.core.words import last_value
 from megarl.hub.fetch import config_here, fetch_config
@@ -22,7 +22,7 @@ from megarl.placement.states import StatePool, state_pool
 from megarl.recipe.batch import uneven_mini_batch
 from megarl.recipe.functions import asked
 from megarl.recipe.roles import Lora
-from megarl.recipe.rules import longest_sample
+from megarl.recipe.rollout_rules import longest_sample
 from megarl.recipe.sampling_rules import beside_ranks
 from megarl.recipe.schema import Recipe
 from megarl.recipe.scoring import scored_first
@@ -223,15 +223,9 @@ def read_model(folder: Path) -> ModelConfig:
     folder: or its name on the hub.
     """
     path = config_here(folder) or fetch_config(folder)
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
+    if not path.exists():
         raise UserError(
             f"There is no {path}: a plan needs the model's config.json, and nothing else of it. Set model.path to an HF "
             "folder."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON: {error}. Export the model again.") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} holds {type(raw).__name__}, not a JSON object. Export the model again.")
-    return parse_model_config(raw, path)
+        )
+    return parse_model_config(read_object(path, "Export the model again."), path)

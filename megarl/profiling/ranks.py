@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+from megarl.core.end_signals import ending_of
 from megarl.core.errors import DeadlineError, WorkerDiedError
 from megarl.core.log_tail import own_words
 from megarl.profiling.job import Job, Measured
@@ -52,8 +53,10 @@ def _answers(job: Job, ranks: dict[Connection, SpawnProcess], log: Path) -> list
                 measured, error = answer.recv()
             except EOFError:
                 ranks[answer].join()
+                code = ranks[answer].exitcode
+                assert code is not None, "it was waited for"
                 raise WorkerDiedError(
-                    f"A rank of a profile of {job.world_size} ranks died: exit code {ranks[answer].exitcode}{_said(log)}"
+                    f"A rank of a profile of {job.world_size} ranks died: {ending_of(code)}{_said(log)}"
                 ) from None
             if error is not None:
                 raise error

@@ -58,7 +58,6 @@ PARSERS = (
 )
 PYTHON = "python"  # the tool that comes with megarl
 CODE = "code"  # the environment that runs programs
-BUILT_IN_ENVIRONMENTS = ("guess_number", "calculator", "maze", CODE)
 
 
 def _place(where: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.recipe.agent import ENVIRONMENT, Agent
-from megarl.recipe.rule import Contradiction, Unread
+from megarl.recipe.rule import RL, Contradiction, Unread
 from megarl.recipe.schema import Recipe
 
 
@@ -52,56 +52,56 @@ AGENT_UNREAD: tuple[Unread, ...] = (
         ("agent.settings",),
         lambda r, _: r.agent is None or r.agent.environment is not None,
         "they are an environment's: set agent.environment; those of agent.environments have their own",
-        (Recipe,),
+        RL,
     ),
     Unread(
         ("agent.environment_key",),
         lambda r, _: r.agent is None or bool(r.agent.environments),
         "it says which of several environments a row is for: name them in agent.environments",
-        (Recipe,),
+        RL,
     ),
     Unread(
         ("agent.tool_parser",),
         lambda r, _: r.agent is None or r.agent.has_tools or r.agent.harnessed,
         "there are no tools to call: name some in agent.tools, agent.mcp or agent.environment_tools",
-        (Recipe,),
+        RL,
     ),
     Unread(
         ("agent.tool_timeout_s", "agent.tool_result_characters", "agent.max_calls"),
         lambda r, _: r.agent is None or r.agent.has_tools,
         "megarl calls no tools: name some in agent.tools, agent.mcp or agent.environment_tools",
-        (Recipe,),
+        RL,
     ),
     Unread(
         ("agent.served_as", "agent.listen"),
         lambda r, _: r.agent is None or r.agent.harnessed,
         "there is no endpoint without a harness: set agent.command or agent.function, or one of them in agent.environments",
-        (Recipe,),
+        RL,
     ),
     Unread(
         ("agent.credit",),
         lambda r, asked: r.agent is None or (r.agent.rewards and "token_rewards" in asked.advantage),
         "it is about rewards of an environment or a harness, and an advantage that asks for those of tokens: set "
         "algorithm.advantage to gae, reinforce_pp or grpo_turns, or to a function that asks for token_rewards",
-        (Recipe,),
+        RL,
     ),
     Unread(
         ("agent.processes",),
         lambda r, _: r.agent is None or r.agent.has_command,
         "they are a harness's: set agent.command, or one in agent.environments",
-        (Recipe,),
+        RL,
     ),
     Unread(
         ("agent.environment_tools",),
         lambda r, _: r.agent is None or r.agent.environment is not None,
         "they are methods of an environment: set agent.environment; those of agent.environments have their own",
-        (Recipe,),
+        RL,
     ),
     Unread(
         ("agent.step_timeout_s", "agent.workers"),
         lambda r, _: r.agent is None or r.agent.has_environment,
         "it is an environment's: set agent.environment",
-        (Recipe,),
+        RL,
     ),
 )
 
@@ -112,13 +112,13 @@ AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda r: (
             "nobody would answer the policy. Set agent.environment, agent.tools, agent.mcp, agent.command or agent.function"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "agent",
         lambda r, _: r.agent is not None and len(_players(r.agent)) > 1,
         lambda r: f"one of them plays an episode, and {' and '.join(_players(r.agent))} are set. Remove all but one",
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "agent.environment_key",
@@ -127,7 +127,7 @@ AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
             f"nothing says which row is for which of {', '.join(r.agent.environments)}. Set it to the field of the rows that "
             "names one of them"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "agent.environments",
@@ -136,25 +136,25 @@ AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
             f"one plays the episodes of {' and of '.join(_unclear(r.agent))}: an environment, a command or a function. Name one "
             "of the three there"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "agent.environments",
         lambda r, _: r.agent is not None and bool(_beside_harness(r.agent)),
         lambda r: f"a harness has none of what an environment has. Remove {' and '.join(_beside_harness(r.agent))}",
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "agent.tools",
         lambda r, _: r.agent is not None and bool(r.agent.tools) and _harnesses_alone(r.agent),
         lambda r: "a harness has tools of its own, and sends them with its requests. Remove the key",
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "agent.mcp",
         lambda r, _: r.agent is not None and bool(r.agent.mcp) and _harnesses_alone(r.agent),
         lambda r: "a harness has tools of its own, and sends them with its requests. Remove the key",
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "agent.rewritten",
@@ -163,7 +163,7 @@ AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
             "split is for environments and tools: what a harness sends is one conversation, which is not rendered anew. Set "
             "it to keep"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "agent.turn_tokens",
@@ -176,24 +176,24 @@ AGENT_CONTRADICTIONS: tuple[Contradiction, ...] = (
             f"a turn of {r.agent.turn_tokens} tokens does not fit into rollout.max_response_tokens "
             f"{r.rollout.max_response_tokens}, which bounds the whole episode. Raise that, or lower this"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "agent.tool_parser",
         lambda r, _: r.agent is not None and r.agent.has_tools and r.agent.tool_parser is None,
         lambda r: "nobody could read the model's calls. Set it to the parser of the model's family, such as qwen25",
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "reward.graders",
         lambda r, _: r.agent is not None and ENVIRONMENT in r.reward.by_name(),
         lambda r: f"`{ENVIRONMENT}` is the name of the environment's own reward. Give the grader another name",
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "reward.fn",
         lambda r, _: not score_names(r),
         lambda r: "it is null, and nothing else grades. Name a rule, or give graders in reward.graders",
-        (Recipe,),
+        RL,
     ),
 )

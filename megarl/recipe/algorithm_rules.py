@@ -26,11 +26,10 @@ from megarl.recipe.functions import (
     is_whitened,
 )
 from megarl.recipe.group_rules import dropped_note
-from megarl.recipe.rule import Contradiction, Unread
+from megarl.recipe.rule import RL, Contradiction, Unread
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe
 
-RL = (Recipe,)
 UNSEEN_KL = (
     "algorithm.kl_in: reward takes it off tokens' rewards, and nothing asks for these: set algorithm.kl_in to loss"
 )

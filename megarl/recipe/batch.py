@@ -14,7 +14,7 @@ from typing import Literal
 from megarl.core.errors import UserError
 from megarl.recipe.layouts import SHARED, num_shards, pools_of
 from megarl.recipe.roles import Optimizer, Parallel
-from megarl.recipe.rules import longest_sample
+from megarl.recipe.rollout_rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import PairData, SftData, UnpairedData
 

@@ -7,7 +7,7 @@ The rules are data, in `rules.py`. What they say of the algorithm's functions fo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -16,15 +16,13 @@ from megarl.core.platform import get_platform
 from megarl.recipe.functions import Asked, Own, asked, check_algorithm
 from megarl.recipe.layouts import role_layouts
 from megarl.recipe.roles import Critic
-from megarl.recipe.rollout_rules import longest_served
+from megarl.recipe.rollout_rules import longest_sample, longest_served
 from megarl.recipe.rule import Unread
-from megarl.recipe.rules import CONTRADICTIONS, UNREAD_RULES, longest_sample
+from megarl.recipe.rules import CONTRADICTIONS, UNREAD_RULES
 from megarl.recipe.sampling_rules import correction_by_default
-from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.schema import AnyRecipe, Recipe, RecipeT
 from megarl.recipe.source import COMMAND_LINE
-from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 
-R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
 NOTHING = Asked(frozenset(), frozenset())
 
 
@@ -103,7 +101,7 @@ def _is_off(recipe: AnyRecipe, key: str) -> bool:
     return section is None or (not section and section == default)
 
 
-def fill_defaults(recipe: R) -> R:
+def fill_defaults(recipe: RecipeT) -> RecipeT:
     """The recipe with the defaults that follow from other keys.
 
     What nothing reads is at its default, wherever a preset said otherwise: nobody downstream has to ask. An advantage

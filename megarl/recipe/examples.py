@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.shipped import RECIPES, shipped, shipped_recipe
+from megarl.core.words import did_you_mean
 from megarl.recipe.load import command_of, detect_kind, load_recipe
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.source import base_of
@@ -49,8 +49,7 @@ def copy_example(name: str, target: Path) -> list[Path]:
     source = shipped_recipe(name)
     if source is None:
         names = [example.name for example in examples()]
-        near = get_close_matches(name, names, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, names)
         raise UserError(f"megarl brings no recipe {name!r}.{hint} There are: {', '.join(names)}.")
     base = base_of(source)
     copies = {each: target / each.name for each in (source, base) if each is not None}

@@ -5,10 +5,8 @@ from __future__ import annotations
 from megarl.algorithms.inputs import parameters
 from megarl.recipe.agent_rules import score_names
 from megarl.recipe.functions import ADVANTAGES, is_own
-from megarl.recipe.rule import Contradiction, Unread
+from megarl.recipe.rule import RL, Contradiction, Unread
 from megarl.recipe.schema import Recipe
-
-RL = (Recipe,)
 
 
 def dropped_note(recipe: Recipe) -> str:

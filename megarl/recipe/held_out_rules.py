@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from megarl.recipe.agent_rules import score_names
 from megarl.recipe.held_out import Eval
-from megarl.recipe.rule import Contradiction, Unread
+from megarl.recipe.rule import RL, Contradiction, Unread
 from megarl.recipe.schema import Recipe
-
-RL = (Recipe,)
 
 
 def _decides_alone(recipe: Recipe) -> bool:

@@ -41,3 +41,11 @@ class KeepBest(Section):
     )
     mode: Literal["max", "min"] = Field("max", description="whether more of it is better, or less")
     count: PositiveInt = Field(1, description="so many")
+
+
+KeptBest = Annotated[
+    KeepBest | None,
+    Field(
+        description="also keep the best by a metric of the held-out rows, of steps that save and evaluate; default: none"
+    ),
+]

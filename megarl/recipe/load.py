@@ -10,24 +10,23 @@ folder that megarl is called in, as on any command line. `${NAME}` in a value is
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, overload
 
 from pydantic import ValidationError
 
 from megarl.core.errors import UserError
+from megarl.core.words import did_you_mean
 from megarl.recipe.check import check_recipe, fill_defaults, unread_keys
 from megarl.recipe.explain import explain
 from megarl.recipe.presets import PRESETS
-from megarl.recipe.schema import AnyRecipe, Recipe
+from megarl.recipe.schema import AnyRecipe, Recipe, RecipeT
 from megarl.recipe.source import Tree, read_override, read_tree
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 
-R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
 # By the command that runs them.
 KINDS: Mapping[str, type[AnyRecipe]] = MappingProxyType(
     {"train": Recipe, "sft": SftRecipe, "rm": RmRecipe, "dpo": DpoRecipe, "kto": KtoRecipe}
@@ -39,7 +38,7 @@ OWN_SECTIONS: Mapping[str, type[AnyRecipe]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Loaded(Generic[R]):
+class Loaded(Generic[RecipeT]):
     """A recipe with where it came from.
 
     resolved: every key that is read in this configuration, defaults filled in; loads back to the same recipe.
@@ -48,7 +47,7 @@ class Loaded(Generic[R]):
     commits: name, revision and commit of what the hub gave, by key. recorded: as `load_recipe` was told.
     """
 
-    recipe: R
+    recipe: RecipeT
     resolved: dict[str, Any]
     sources: dict[str, str]
     path: Path
@@ -57,11 +56,11 @@ class Loaded(Generic[R]):
     commits: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     recorded: bool = False
 
-    def with_recipe(self, recipe: R) -> Loaded[R]:
+    def with_recipe(self, recipe: RecipeT) -> Loaded[RecipeT]:
         """The same, with what a search or the hub has decided in it."""
         return replace(self, recipe=recipe, resolved=resolve(_named(recipe, self.names)))
 
-    def with_names(self) -> R:
+    def with_names(self) -> RecipeT:
         """The recipe as a run's folder has it: with names, at their commits, in the place of what they stand for."""
         return _named(self.recipe, self.names)
 
@@ -69,7 +68,9 @@ class Loaded(Generic[R]):
 @overload
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Loaded[Recipe]: ...
 @overload
-def load_recipe(path: Path, overrides: Sequence[str], kind: type[R], *, recorded: bool = ...) -> Loaded[R]: ...
+def load_recipe(
+    path: Path, overrides: Sequence[str], kind: type[RecipeT], *, recorded: bool = ...
+) -> Loaded[RecipeT]: ...
 def load_recipe(
     path: Path, overrides: Sequence[str] = (), kind: Any = Recipe, *, recorded: bool = False
 ) -> Loaded[Any]:
@@ -99,8 +100,7 @@ def _vain(recipe: AnyRecipe, tree: Tree) -> Iterator[str]:
         for key in keys[:-1]:
             section = section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
         if isinstance(section, Mapping) and keys[-1] not in section:
-            near = difflib.get_close_matches(keys[-1], section, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(keys[-1], section, quoted=True)
             there = f"Names that there are: {', '.join(section)}" if section else "There are no names"
             yield f"`{'.'.join(keys)}` ({origin}): null takes back a name, and there is no {keys[-1]!r}.{hint} {there}."
 
@@ -119,7 +119,7 @@ def _kind_of(tree: Tree) -> type[AnyRecipe]:
     return next((kind for section, kind in OWN_SECTIONS.items() if section in tree.values), SftRecipe)
 
 
-def _named(recipe: R, names: Mapping[str, str]) -> R:
+def _named(recipe: RecipeT, names: Mapping[str, str]) -> RecipeT:
     """The recipe with names in the place of what they stand for."""
     for key, value in names.items():
         recipe = with_path(recipe, key, Path(value))
@@ -176,8 +176,7 @@ def _expand_preset(tree: Tree, *, recorded: bool) -> None:
     if section is None or not isinstance(name, str):
         return
     if name not in PRESETS:
-        near = difflib.get_close_matches(name.lower().replace("-", "_"), PRESETS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name.lower().replace("-", "_"), PRESETS)
         where = tree.origin(("algorithm", "preset"))
         raise UserError(f"`algorithm.preset` ({where}): there is no {name!r}.{hint} Presets: {', '.join(PRESETS)}.")
     given = section

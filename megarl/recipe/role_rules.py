@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from megarl.recipe.functions import Asked
 from megarl.recipe.roles import Optimizer, Parallel
-from megarl.recipe.rule import Contradiction, Unread
+from megarl.recipe.rule import RL, Contradiction, Unread
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SupervisedRecipe
 
@@ -14,9 +14,9 @@ Kinds = tuple[type[AnyRecipe], ...]
 LAID_OUT: dict[str, Kinds] = {
     "actor": (Recipe, SupervisedRecipe),
     "reference": (Recipe, DpoRecipe, KtoRecipe),
-    "critic": (Recipe,),
-    "reward_model": (Recipe,),
-    "teacher": (Recipe,),
+    "critic": RL,
+    "reward_model": RL,
+    "teacher": RL,
 }
 LEARNING: dict[str, Kinds] = {"actor": (Recipe, SupervisedRecipe), "critic": (Recipe,)}
 
@@ -152,7 +152,7 @@ ROLE_UNREAD: tuple[Unread, ...] = (
         ("teacher.parallel", "teacher.offload"),
         lambda r, _: not _served(r),
         "no rank holds a teacher that is served: name its folder in teacher.path, in the place of teacher.servers",
-        (Recipe,),
+        RL,
     ),
 )
 ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = (
@@ -169,13 +169,13 @@ ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = (
         "teacher.path",
         lambda r, _: r.teacher is not None and r.teacher.path is None and r.teacher.servers is None,
         lambda _: "it is missing. Name the teacher's folder, or in teacher.servers where it is served",
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "teacher.servers",
         lambda r, _: _served(r) and r.teacher.path is not None,
         lambda _: "teacher.path has the teacher on the run's ranks. Remove one of the two",
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "teacher.servers",
@@ -184,7 +184,7 @@ ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = (
             f"{', '.join(_both(r))} is among rollout.servers.urls, too: it gets the policy's weights, which would be their own "
             "teacher. Name other servers"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "teacher.servers",
@@ -193,6 +193,6 @@ ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = (
             "SGLang says log-probs of given tokens at temperature 1 alone, and those of the policy are at rollout.temperature "
             f"{r.rollout.temperature:g}. Set that to 1, or have the teacher on the run's ranks: teacher.path"
         ),
-        (Recipe,),
+        RL,
     ),
 )

@@ -7,7 +7,19 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megarl.recipe.section import Decay, Fraction, PositiveFloat, PositiveInt, Recompute, Section, UserPath
+from megarl.recipe.section import (
+    AuxLossCoef,
+    Decay,
+    Fraction,
+    FrozenOffload,
+    Offload,
+    PositiveFloat,
+    PositiveInt,
+    Recompute,
+    RecomputeNumLayers,
+    Section,
+    UserPath,
+)
 from megarl.recipe.servers import TeacherServers
 
 
@@ -97,7 +109,8 @@ class Lora(Section):
     )
 
 
-Part = Literal["grads", "params", "optimizer"]
+Adapters = Annotated[Lora | None, Field(description="train low-rank adapters alone; default: the whole model")]
+OwnParallel = Annotated[Parallel | None, Field(description="its own layout; default: the actor's")]
 ServerPart = Literal["weights", "kv_cache"]  # as SGLang calls them
 
 
@@ -115,34 +128,21 @@ class Actor(Section):
         "of 2 cp where cp is above 1, times tp with sequence_parallel; on cpu 2048 or a multiple, as samples need",
     )
     epochs: PositiveInt = Field(1, description="times that a step's samples are gone through")
-    recompute: Recompute = Field(
-        "none", description="activations computed again in backward: none, selective (attention), full (whole layers)"
-    )
-    recompute_num_layers: PositiveInt | None = Field(
-        None,
-        description="with recompute full: so many layers of each (virtual) pipeline stage, and no others; default: all",
-    )
-    aux_loss_coef: Annotated[float, Field(ge=0)] = Field(
-        0.0,
-        description="weight of the load-balancing loss of a mixture of experts: one of each micro-batch, their mean by tokens, "
-        "padding counted; so micro_batch_tokens changes it, and a little the layout",
-    )
+    recompute: Recompute = "none"
+    recompute_num_layers: RecomputeNumLayers = None
+    aux_loss_coef: AuxLossCoef = 0.0
     routing_replay: bool = Field(
         False, description="train a mixture of experts on the routing that the rollout used (R3, arXiv 2510.11370)"
     )
-    lora: Lora | None = Field(None, description="train low-rank adapters alone; default: the whole model")
-    offload: tuple[Part, ...] = Field(
-        (), strict=False, description="what leaves the device while nothing needs it: grads, params, optimizer"
-    )
+    lora: Adapters = None
+    offload: Offload = ()
 
 
 class Reference(Section):
     """The frozen policy that the KL is measured to."""
 
-    parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
-    offload: tuple[Literal["params"], ...] = Field(
-        (), strict=False, description="params: they leave the device while nothing needs them"
-    )
+    parallel: OwnParallel = None
+    offload: FrozenOffload = ()
     refresh_every: PositiveInt | None = Field(
         None, description="steps after which it becomes the actor as it is then; default: it stays what it was"
     )
@@ -157,7 +157,7 @@ class Critic(Section):
         description="HF folder or name on the hub to begin with: a policy's, or a reward model's with its head; default: "
         "model.path",
     )
-    parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
+    parallel: OwnParallel = None
     optimizer: Optimizer = Optimizer()
     epochs: PositiveInt = Field(1, description="times that it goes through a step's samples")
     warmup_steps: Annotated[int, Field(ge=0)] = Field(
@@ -166,16 +166,9 @@ class Critic(Section):
     value_clip: PositiveFloat | None = Field(
         0.2, description="a value may move so far from the one before the update; null: no clip"
     )
-    recompute: Recompute = Field(
-        "none", description="activations computed again in backward: none, selective (attention), full (whole layers)"
-    )
-    recompute_num_layers: PositiveInt | None = Field(
-        None,
-        description="with recompute full: so many layers of each (virtual) pipeline stage, and no others; default: all",
-    )
-    offload: tuple[Part, ...] = Field(
-        (), strict=False, description="what leaves the device while nothing needs it: grads, params, optimizer"
-    )
+    recompute: Recompute = "none"
+    recompute_num_layers: RecomputeNumLayers = None
+    offload: Offload = ()
 
 
 class RewardModel(Section):
@@ -188,10 +181,8 @@ class RewardModel(Section):
     level: Literal["sequence", "token"] = Field(
         "sequence", description="sequence: the score after the last token; token: a reward after each token"
     )
-    parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
-    offload: tuple[Literal["params"], ...] = Field(
-        (), strict=False, description="params: they leave the device while nothing needs them"
-    )
+    parallel: OwnParallel = None
+    offload: FrozenOffload = ()
 
 
 class Teacher(Section):
@@ -207,7 +198,5 @@ class Teacher(Section):
         description="servers of it that somebody else started, in the place of path: no rank holds it, and they are asked for "
         "log-probs of each sample; default: the run's ranks hold it",
     )
-    parallel: Parallel | None = Field(None, description="its own layout; default: the actor's")
-    offload: tuple[Literal["params"], ...] = Field(
-        (), strict=False, description="params: they leave the device while nothing needs them"
-    )
+    parallel: OwnParallel = None
+    offload: FrozenOffload = ()

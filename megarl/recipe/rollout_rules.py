@@ -7,7 +7,7 @@ from operator import itemgetter
 
 from megarl.core.platform import Platform, get_platform
 from megarl.recipe.held_out import Eval
-from megarl.recipe.rule import Contradiction, Unread
+from megarl.recipe.rule import RL, Contradiction, Unread
 from megarl.recipe.schema import Recipe
 
 # Flags of SGLang that choose what a request's numbers are computed with by what else is in the batch.
@@ -104,7 +104,7 @@ DETERMINISTIC_CONTRADICTIONS: tuple[Contradiction, ...] = (
             f"{r.rollout.max_running_requests}, at most rollout.concurrency {r.rollout.most_in_flight}, times "
             f"{longest_served(r)} tokens of a longest sample), or rollout.max_running_requests to less"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "rollout.deterministic",
@@ -114,7 +114,7 @@ DETERMINISTIC_CONTRADICTIONS: tuple[Contradiction, ...] = (
             f"depends on the batch. Set rollout.tp to at most {_platform(r).most_deterministic_tp} (it is {r.rollout.tp}), and "
             "rollout.servers to more"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "rollout.deterministic",
@@ -123,7 +123,7 @@ DETERMINISTIC_CONTRADICTIONS: tuple[Contradiction, ...] = (
             f"rollout.server_args would undo it: {', '.join(_undoing_flags(r))}. Remove that; attention backends that are "
             f"deterministic on {_platform(r).name}: {', '.join(_platform(r).deterministic_attention)}"
         ),
-        (Recipe,),
+        RL,
     ),
 )
 
@@ -133,13 +133,13 @@ SERVER_UNREAD: tuple[Unread, ...] = (
         lambda r, _: r.rollout.external is None,
         "rollout.servers.urls names servers that somebody else started: say it by the flags that they are started with "
         "(docs/rollout.md)",
-        (Recipe,),
+        RL,
     ),
     Unread(
         ("sync.folder",),
         lambda r, _: r.sync.transport == "disk",
         "weights go through files with sync.transport: disk alone",
-        (Recipe,),
+        RL,
     ),
 )
 
@@ -149,7 +149,7 @@ SERVER_CONTRADICTIONS: tuple[Contradiction, ...] = (
         "rollout.server_args",
         lambda r, _: bool(_refused(r)),
         lambda r: f"on {_platform(r).name} no server comes up with these flags. Remove {'; '.join(_refused(r))}",
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "rollout.deterministic",
@@ -158,6 +158,6 @@ SERVER_CONTRADICTIONS: tuple[Contradiction, ...] = (
             "rollout.servers.urls names servers that somebody else started, and whether their answers depend on what else they "
             "answer, or on the size of their cache, is not the run's to say. Set it to false, or rollout.servers to a number"
         ),
-        (Recipe,),
+        RL,
     ),
 )

@@ -10,6 +10,8 @@ from megarl.recipe.functions import Asked
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import SupervisedRecipe
 
+RL = (Recipe,)
+
 
 @dataclass(frozen=True)
 class Unread:

@@ -14,8 +14,7 @@ from megarl.recipe.keep_rules import KEEP_CONTRADICTION
 from megarl.recipe.reward import Rule
 from megarl.recipe.role_rules import ROLE_CONTRADICTIONS, ROLE_UNREAD
 from megarl.recipe.rollout_rules import SERVER_CONTRADICTIONS, SERVER_UNREAD, longest_served, served_parts
-from megarl.recipe.rollout_rules import longest_sample as longest_sample  # noqa: PLC0414
-from megarl.recipe.rule import Contradiction, Unread
+from megarl.recipe.rule import RL, Contradiction, Unread
 from megarl.recipe.sampling_rules import SAMPLING_CONTRADICTIONS, SAMPLING_UNREAD
 from megarl.recipe.schema import Recipe
 from megarl.recipe.stores import STORES
@@ -47,16 +46,11 @@ def may_rewind(recipe: Recipe) -> bool:
 
 _NO_SET = "names a file, and files have neither configurations nor splits: name a data set"
 DATA_UNREAD = (
-    Unread(("data.train_split",), lambda r, _: is_set(r.data.train), f"data.train {_NO_SET}"),
+    Unread(("data.train_split", "data.config"), lambda r, _: is_set(r.data.train), f"data.train {_NO_SET}"),
     Unread(
         ("data.eval_split", "data.eval_config"),
         lambda r, _: is_set(r.data.eval),
         f"data.eval is not given, or {_NO_SET}",
-    ),
-    Unread(
-        ("data.config",),
-        lambda r, _: is_set(r.data.train),
-        f"data.train {_NO_SET}",
     ),
 )
 UNREAD_RULES: tuple[Unread, ...] = (
@@ -75,7 +69,7 @@ UNREAD_RULES: tuple[Unread, ...] = (
             keys,
             _placed_by_hand(keys[0].partition(".")[0]),
             "placement.name decides it: remove that one to place the run by hand",
-            (Recipe,),
+            RL,
         )
         for keys in SEARCHED_KEYS
     ),
@@ -94,19 +88,19 @@ UNREAD_RULES: tuple[Unread, ...] = (
         lambda r, _: may_rewind(r),
         "nothing in this recipe goes back to a checkpoint: set on_bad_gradient of an optimizer, or algorithm.on_logprob_diff, to "
         "rewind",
-        (Recipe,),
+        RL,
     ),
     Unread(
         ("train.journal_keep",),
         lambda r, _: r.train.journal,
         "train.journal is false, and nothing is written down: set it to true",
-        (Recipe,),
+        RL,
     ),
     Unread(
         ("reward.fn",),
         lambda r, _: not r.reward.graders,
         "reward.graders is given, and only they grade: make it one of them, with kind: rule",
-        (Recipe,),
+        RL,
     ),
     Unread(
         ("train.keep_best",),
@@ -122,7 +116,7 @@ UNREAD_RULES: tuple[Unread, ...] = (
         ("reward.workers", "reward.timeout_s"),
         lambda r, _: any(isinstance(grader, Rule) for grader in r.reward.by_name().values()),
         "only rules grade in processes of the run, and reward.graders has none: give it one with kind: rule",
-        (Recipe,),
+        RL,
     ),
 )
 
@@ -201,13 +195,13 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         "rollout.top_k",
         lambda r, _: r.rollout.top_k == 0 or r.rollout.top_k < -1,
         lambda r: f"got {r.rollout.top_k}; set it to -1 (off)",
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "rollout.stop",
         lambda r, _: "" in r.rollout.stop,
         lambda r: "an empty stop string ends every response at once. Remove it from the list",
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "rollout.stop",
@@ -215,7 +209,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda r: (
             f"SGLang takes {MOST_STOPS} stop strings, and got {len(r.rollout.stop)}: it would refuse every request. Drop some"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "rollout.temperature",
@@ -224,7 +218,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
             f"below {LEAST_TEMPERATURE:g} SGLang takes the likeliest token and tells its log-prob at 1, where the trainer "
             f"divides by {r.rollout.temperature:g}. Set it to more: 1.0 is common"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "rollout.kv_tokens",
@@ -233,7 +227,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
             f"a server's cache of {r.rollout.kv_tokens} tokens does not hold one sample of {served_parts(r)} tokens. "
             f"Set it to {longest_served(r)} or more"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "rollout.server_args",
@@ -242,7 +236,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
             "some of these flags are megarl's to decide. Remove "
             + ", ".join(_decided(flag) for flag in _owned_flags(r))
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "reward.graders",
@@ -254,7 +248,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda r: (
             "all that grades has weight 0, so that every reward would be 0. Give a grader, or the reward model, another weight"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "train.steps",

@@ -12,10 +12,9 @@ from megarl.algorithms.inputs import TOKEN_INPUTS
 from megarl.core.errors import UserError
 from megarl.recipe.algorithm import Correction
 from megarl.recipe.functions import POLICY_LOSS, Asked, asked, is_own
-from megarl.recipe.rule import Contradiction, Unread
+from megarl.recipe.rule import RL, Contradiction, Unread
 from megarl.recipe.schema import Recipe
 
-RL = (Recipe,)
 STALE = "set rollout.max_staleness to 1 or more"
 # What makes servers generate beside the ranks, or take turns with them.
 CARRY_OVER_ONLY = (

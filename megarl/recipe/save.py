@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import megarl
+from megarl.core.disk import replace_text
 from megarl.core.platform import get_platform
 from megarl.core.versions import installed, matches, pins
 from megarl.recipe.batch import plan_batches
@@ -31,8 +32,8 @@ def save_recipe(loaded: Loaded[Any], folder: Path) -> None:
     header += f"# {Path.cwd()}, where megarl was called.\n"
     # Names of folders need not be UTF-8, and this file has to be; the keys were refused where they are not.
     header = header.encode(errors="backslashreplace").decode()
-    _write(folder / RECIPE_FILE, header + dump_yaml(loaded.resolved))
-    _write(folder / PROVENANCE_FILE, json.dumps(provenance(loaded), indent=1) + "\n")
+    replace_text(folder / RECIPE_FILE, header + dump_yaml(loaded.resolved), lasting=True)
+    replace_text(folder / PROVENANCE_FILE, json.dumps(provenance(loaded), indent=1) + "\n", lasting=True)
 
 
 def provenance(loaded: Loaded[Any]) -> dict[str, Any]:
@@ -77,12 +78,3 @@ def _git(folder: Path, *command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None  # no git, not a repository, or one that belongs to somebody else: the run does not need it
     return result.stdout.rstrip("\n")
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

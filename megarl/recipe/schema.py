@@ -6,7 +6,7 @@ those of the models, are in the files beside this one; all are known by this mod
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -14,14 +14,25 @@ from megarl.recipe.agent import Agent
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.dataset import DataSet, Mix, MixKey
 from megarl.recipe.held_out import Eval
-from megarl.recipe.keep import KeepBest
+from megarl.recipe.keep import KeptBest
 from megarl.recipe.placement import Placement
 from megarl.recipe.reward import Reward
 from megarl.recipe.roles import Actor, Critic, Reference, RewardModel, ServerPart, Teacher
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
-from megarl.recipe.section import Epochs, PositiveFloat, PositiveInt, Section, Steps, UserPath
+from megarl.recipe.section import (
+    AsyncSave,
+    Epochs,
+    KeepEvery,
+    KeepLast,
+    PositiveFloat,
+    PositiveInt,
+    SaveEvery,
+    Section,
+    Steps,
+    UserPath,
+)
 from megarl.recipe.servers import ExternalServers, Servers
-from megarl.recipe.supervised import SupervisedRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe, SupervisedRecipe
 
 PROMPT_PLACE = "{prompt}"
 
@@ -220,16 +231,11 @@ class Train(Section):
 
     steps: Steps = Field(0, description="rollout-and-update steps; 0: as train.epochs says")
     epochs: Epochs = None
-    save_every: PositiveInt | None = Field(None, description="steps between checkpoints; default: only at the end")
-    keep_last: PositiveInt = Field(2, description="newest checkpoints kept")
-    async_save: bool = Field(
-        False, description="write checkpoints while training goes on; each is committed one step later"
-    )
-    keep_every: PositiveInt | None = Field(None, description="also keep those of every so many steps, for good")
-    keep_best: KeepBest | None = Field(
-        None,
-        description="also keep the best by a metric of the held-out rows, of steps that save and evaluate; default: none",
-    )
+    save_every: SaveEvery = None
+    keep_last: KeepLast = 2
+    async_save: AsyncSave = False
+    keep_every: KeepEvery = None
+    keep_best: KeptBest = None
     max_rewinds: PositiveInt = Field(
         3,
         description="times that a run goes back to the same checkpoint, where on_bad_gradient or on_logprob_diff is rewind",
@@ -288,4 +294,5 @@ class Recipe(Section):
 
 
 AnyRecipe = Recipe | SupervisedRecipe
-RecipeDict = dict[str, Any]
+# One of them, of functions that give back the kind that they take.
+RecipeT = TypeVar("RecipeT", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)

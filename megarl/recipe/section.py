@@ -13,7 +13,40 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Recompute = Literal["none", "selective", "full"]
+# What several sections have says here what it is, and each what holds by default.
+Recompute = Annotated[
+    Literal["none", "selective", "full"],
+    Field(description="activations computed again in backward: none, selective (attention), full (whole layers)"),
+]
+RecomputeNumLayers = Annotated[
+    PositiveInt | None,
+    Field(
+        description="with recompute full: so many layers of each (virtual) pipeline stage, and no others; default: all"
+    ),
+]
+AuxLossCoef = Annotated[
+    float,
+    Field(
+        ge=0,
+        description="weight of the load-balancing loss of a mixture of experts: one of each micro-batch, their mean by tokens, "
+        "padding counted; so micro_batch_tokens changes it, and a little the layout",
+    ),
+]
+Part = Literal["grads", "params", "optimizer"]
+Offload = Annotated[
+    tuple[Part, ...],
+    Field(strict=False, description="what leaves the device while nothing needs it: grads, params, optimizer"),
+]
+FrozenOffload = Annotated[
+    tuple[Literal["params"], ...],
+    Field(strict=False, description="params: they leave the device while nothing needs them"),
+]
+SaveEvery = Annotated[PositiveInt | None, Field(description="steps between checkpoints; default: only at the end")]
+KeepLast = Annotated[PositiveInt, Field(description="newest checkpoints kept")]
+KeepEvery = Annotated[PositiveInt | None, Field(description="also keep those of every so many steps, for good")]
+AsyncSave = Annotated[
+    bool, Field(description="write checkpoints while training goes on; each is committed one step later")
+]
 # How long a run is: one of the two. Epochs are steps once the rows are counted (run/epochs).
 Steps = Annotated[int, Field(ge=0)]
 Epochs = Annotated[

@@ -7,7 +7,6 @@ It knows nothing of the schema: `load.py` validates what this module reads.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import yaml
 
 from megarl.core.errors import UserError
 from megarl.core.shipped import shipped_recipe
+from megarl.core.words import nearest_beside
 
 Keys = tuple[str, ...]
 BASE_KEY = "base"
@@ -181,8 +181,8 @@ def _read_file(file: Path, what: str, relative: str = "relative to the folder th
             f"{file}, the {what}, is a pipe or a device, which is read once. Write it into a file, and name that."
         )
     if not file.is_file():
-        near = difflib.get_close_matches(file.name, _names(file.parent), n=1)
-        hint = f" Did you mean {file.parent / near[0]}?" if near else ""
+        near = nearest_beside(file)
+        hint = f" Did you mean {near}?" if near else ""
         brought = (
             f" megarl brings one of that name: megarl recipe copy {file.stem}." if shipped_recipe(file.name) else ""
         )
@@ -205,10 +205,6 @@ def _read_file(file: Path, what: str, relative: str = "relative to the folder th
     tree = Tree()
     tree.values = _convert(loader, node, file, (), tree)
     return tree
-
-
-def _names(folder: Path) -> list[str]:
-    return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
 
 
 def _problem(error: Exception) -> str:

@@ -7,10 +7,24 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megarl.recipe.dataset import DataSet, Mix, MixKey
-from megarl.recipe.keep import KeepBest
-from megarl.recipe.roles import Lora, Optimizer, Parallel, Part, Reference
+from megarl.recipe.keep import KeptBest
+from megarl.recipe.roles import Adapters, Optimizer, Parallel, Reference
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
-from megarl.recipe.section import Epochs, PositiveFloat, PositiveInt, Recompute, Section, Steps
+from megarl.recipe.section import (
+    AsyncSave,
+    AuxLossCoef,
+    Epochs,
+    KeepEvery,
+    KeepLast,
+    Offload,
+    PositiveFloat,
+    PositiveInt,
+    Recompute,
+    RecomputeNumLayers,
+    SaveEvery,
+    Section,
+    Steps,
+)
 
 
 class RowData(DataSet):
@@ -70,16 +84,11 @@ class SftTrain(Section):
     batch_samples: PositiveInt = Field(
         description="rows in one optimizer step: demonstrations, pairs or labelled answers"
     )
-    save_every: PositiveInt | None = Field(None, description="steps between checkpoints; default: only at the end")
-    keep_last: PositiveInt = Field(2, description="newest checkpoints kept")
-    async_save: bool = Field(
-        False, description="write checkpoints while training goes on; each is committed one step later"
-    )
-    keep_every: PositiveInt | None = Field(None, description="also keep those of every so many steps, for good")
-    keep_best: KeepBest | None = Field(
-        None,
-        description="also keep the best by a metric of the held-out rows, of steps that save and evaluate; default: none",
-    )
+    save_every: SaveEvery = None
+    keep_last: KeepLast = 2
+    async_save: AsyncSave = False
+    keep_every: KeepEvery = None
+    keep_best: KeptBest = None
 
 
 class SftActor(Section):
@@ -92,22 +101,11 @@ class SftActor(Section):
         description="most tokens of one forward pass, on one data-parallel rank; beyond it each sequence is padded to a multiple "
         "of 2 cp where cp is above 1, times tp with sequence_parallel",
     )
-    recompute: Recompute = Field(
-        "none", description="activations computed again in backward: none, selective (attention), full (whole layers)"
-    )
-    recompute_num_layers: PositiveInt | None = Field(
-        None,
-        description="with recompute full: so many layers of each (virtual) pipeline stage, and no others; default: all",
-    )
-    aux_loss_coef: Annotated[float, Field(ge=0)] = Field(
-        0.0,
-        description="weight of the load-balancing loss of a mixture of experts: one of each micro-batch, their mean by tokens, "
-        "padding counted; so micro_batch_tokens changes it, and a little the layout",
-    )
-    lora: Lora | None = Field(None, description="train low-rank adapters alone; default: the whole model")
-    offload: tuple[Part, ...] = Field(
-        (), strict=False, description="what leaves the device while nothing needs it: grads, params, optimizer"
-    )
+    recompute: Recompute = "none"
+    recompute_num_layers: RecomputeNumLayers = None
+    aux_loss_coef: AuxLossCoef = 0.0
+    lora: Adapters = None
+    offload: Offload = ()
 
 
 class Rm(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.core.platform import SETTING_SHARED, get_platform
-from megarl.recipe.rule import Contradiction, Unread
+from megarl.recipe.rule import RL, Contradiction, Unread
 from megarl.recipe.schema import Recipe
 
 # Flags of SGLang by which a server holds its weights otherwise than the hashes of `sync.verify: hash` are computed of.
@@ -89,12 +89,12 @@ def _against_adapters(recipe: Recipe) -> str:
 
 
 SYNC_UNREAD: tuple[Unread, ...] = (
-    Unread(("sync.lora",), lambda r, _: r.actor.lora is not None, "there are no adapters: set actor.lora", (Recipe,)),
+    Unread(("sync.lora",), lambda r, _: r.actor.lora is not None, "there are no adapters: set actor.lora", RL),
     Unread(
         ("sync.transport", "sync.bucket_mb"),
         lambda r, _: not _is_apart(r),
         "sync.lora is adapters, which go through the run's folder in one piece",
-        (Recipe,),
+        RL,
     ),
 )
 
@@ -111,7 +111,7 @@ QUANTIZATION_CONTRADICTIONS: tuple[Contradiction, ...] = (
             f"FP8 weights are multiplied with activations in bfloat16, and model.dtype is {r.model.dtype}. Set that to "
             "bfloat16, or this to null"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "rollout.quantization",
@@ -120,7 +120,7 @@ QUANTIZATION_CONTRADICTIONS: tuple[Contradiction, ...] = (
             "the run starts servers so that they take FP8 weights, and rollout.servers.urls names those of somebody else. Set it "
             "to null, or rollout.servers to a number"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "rollout.quantization",
@@ -128,13 +128,13 @@ QUANTIZATION_CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda r: (
             f"rollout.server_args would undo it: {', '.join(quantizing(r))}. Remove that, or set rollout.quantization to null"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "rollout.quantization",
         lambda r, _: _is_fp8(r) and r.sync.transport == "shared_memory",
         lambda r: "it needs each weight whole, and ranks share memory by rows. Set sync.transport to auto or broadcast",
-        (Recipe,),
+        RL,
     ),
 )
 
@@ -147,13 +147,13 @@ SYNC_CONTRADICTIONS: tuple[Contradiction, ...] = (
             "adapters alone go to servers that the run starts, that hold the model's own weights all the time, and that answer "
             f"nothing during a sync: not with {_against_adapters(r)}. Set sync.lora to merged, or change that"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "sync.transport",
         lambda r, _: r.sync.transport in ("auto", "broadcast") and bool(_unlike_ranks(r)),
         _told_apart,
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "sync.verify",
@@ -162,7 +162,7 @@ SYNC_CONTRADICTIONS: tuple[Contradiction, ...] = (
             "engines hash FP8 weights as they understand them, and change their scales on some devices. Set it to probe, or "
             "rollout.quantization to null"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "sync.verify",
@@ -171,7 +171,7 @@ SYNC_CONTRADICTIONS: tuple[Contradiction, ...] = (
             "hashes tell what servers hold where the run knows by which flags they were started, and rollout.servers.urls names "
             "servers of somebody else. Set it to probe, or rollout.servers to a number"
         ),
-        (Recipe,),
+        RL,
     ),
     Contradiction(
         "sync.verify",
@@ -180,6 +180,6 @@ SYNC_CONTRADICTIONS: tuple[Contradiction, ...] = (
             f"with {', '.join(_rearranging(r))} in rollout.server_args servers hold weights in another form than the hashes are "
             "computed of. Remove that, or set sync.verify to probe"
         ),
-        (Recipe,),
+        RL,
     ),
 )

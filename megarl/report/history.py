@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from megarl.core.disk import replace_text
 from megarl.core.errors import UserError
 from megarl.core.log import get_logger
+from megarl.core.words import some
 
 METRICS_FILE = "metrics.jsonl"
 SHOWN = 5
@@ -64,16 +65,9 @@ def trim_history(file: Path, last_step: int) -> None:
     found = {row["step"]: row for row in read_history(file)} if file.exists() else {}
     rows = [found[step] for step in sorted(found) if step <= last_step]
     if missing := sorted({*range(1, last_step + 1)} - found.keys()):
-        shown = ", ".join(map(str, missing[:SHOWN])) + (
-            f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
-        )
+        shown = some([*map(str, missing)], SHOWN)
         log.warning("%s has no line of step %s: the run goes on without", file, shown)
-    temporary = file.with_name(f".{file.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as out:
-        out.writelines(json.dumps(row) + "\n" for row in rows)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.replace(file)
+    replace_text(file, "".join(json.dumps(row) + "\n" for row in rows), lasting=True)
 
 
 def series(rows: list[Row], name: str) -> tuple[list[int], list[float]]:

@@ -331,9 +331,9 @@ async def keep(channel: int, owner: int) -> None:
         writer.write(wire.frame(wire.Ready(in_force)))
         await keeper.serve(reader)
     except UserError as error:
-        writer.write(wire.frame(wire.Refused(str(error), mendable=True)))
+        writer.write(wire.frame(wire.Refused(str(error))))
     except StartError as error:
-        writer.write(wire.frame(wire.Refused(refusal.explain(str(error)), mendable=True)))
+        writer.write(wire.frame(wire.Refused(refusal.explain(str(error)))))
     finally:
         if keeper is not None:
             await keeper.close()

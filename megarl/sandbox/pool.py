@@ -12,12 +12,12 @@ import asyncio
 import contextlib
 import itertools
 import os
-import signal
 import socket
 import sys
 from collections.abc import Mapping
 from types import TracebackType
 
+from megarl.core.end_signals import ending_of
 from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
 from megarl.core.janitor import RUN_ID_VARIABLE
 from megarl.sandbox import wire
@@ -202,9 +202,7 @@ class SandboxPool:
 
     def _ending(self) -> str:
         code = self._process.returncode if self._process is not None else None
-        if code is None:
-            return "its socket closed"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return "its socket closed" if code is None else ending_of(code)
 
 
 def _bytes(data: str | bytes) -> bytes:

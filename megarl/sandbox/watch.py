@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.core import janitor
+
 TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 INODE_BYTES = 1024  # what the kernel keeps of a file without content, about
 # Swapped pages count as well: they are memory that somebody else does not have.
@@ -54,8 +56,7 @@ def usage(pid: int, *, memory: bool) -> Usage:
     ticks = counted = 0
     for each in tree(pid):
         try:
-            # The program's name, in brackets, may itself hold spaces and brackets.
-            fields = Path(f"/proc/{each}/stat").read_bytes().rpartition(b")")[2].split()
+            fields = janitor.stat_of(each)
             status = Path(f"/proc/{each}/status").read_text(errors="replace") if memory else ""
         except OSError:
             continue

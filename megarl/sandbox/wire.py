@@ -30,10 +30,9 @@ class Ready:
 
 @dataclass(frozen=True)
 class Refused:
-    """The first word of a keeper that can make no sandboxes, and why; it ends. mendable: by who uses the machine."""
+    """The first word of a keeper that can make no sandboxes, and why; it ends."""
 
     reason: str
-    mendable: bool
 
 
 @dataclass(frozen=True)

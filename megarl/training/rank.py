@@ -25,7 +25,7 @@ from megarl.core.ports import kept_port
 from megarl.core.progress import Progress
 from megarl.core.types import Column, FloatArray, MiniBatch, MiniBatches, Shard
 from megarl.models.hf_config import load_model_config
-from megarl.recipe.roles import Part
+from megarl.recipe.section import Part
 from megarl.training.manifest import read_model_config
 from megarl.training.spec import RoleSpec
 

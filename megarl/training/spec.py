@@ -10,8 +10,8 @@ from typing import Literal
 from megarl.core.layout import Layout
 from megarl.models.hf_dtypes import ModelDtype, StoredDtype
 from megarl.recipe.algorithm import Algorithm
-from megarl.recipe.roles import Lora, Optimizer, Part
-from megarl.recipe.section import Recompute
+from megarl.recipe.roles import Lora, Optimizer
+from megarl.recipe.section import Part, Recompute
 from megarl.recipe.supervised import Dpo, Kto
 
 # Share of a squared gradient norm above which one parameter is told of.
