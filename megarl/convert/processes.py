@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from megarl.convert.job import Job, Message, parse_message
+from megarl.core.end_signals import ending_of
 from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
 from megarl.core.platform import get_platform
 from megarl.serving.process import GUARD
@@ -112,9 +113,8 @@ def _read(each: _Process, selector: selectors.BaseSelector, listen: Callable[[Me
     for message in each.told:
         raise UserError(message.text) if message.code == UserError.exit_code else MegarlError(message.text)
     if code:
-        ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         raise WorkerDiedError(
-            f"Rank {each.rank} of the conversion {ended}; nothing was kept. Its last lines:\n{each.tail()}"
+            f"Rank {each.rank} of the conversion ended: {ending_of(code)}; nothing was kept. Its last lines:\n{each.tail()}"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -11,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.core.disk import sync, sync_tree
+from megarl.core.disk import FULL, sync, sync_tree
 from megarl.core.errors import UserError
 from megarl.training.manifest import MANIFEST
 
@@ -20,8 +19,6 @@ CONTENT, PREVIOUS = "content", "previous"
 WEIGHTS = ("*.safetensors", "*.bin")
 # Folders in which published models have their weights in other forms.
 FORMS = ("original", "onnx", "openvino", "metal", "consolidated")
-# What a disk that is full, a quota and a limit on file sizes answer.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ Byte by byte, but for experts that lie in one tensor with rows and columns excha
 from __future__ import annotations
 
 import io
-import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,9 +15,10 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megarl.core.disk import write_all
 from megarl.core.errors import UserError
 from megarl.models.hf_files import Columns, TensorInfo, content_bytes
-from megarl.models.hf_header import BITS, PREFIX_BYTES, read_header
+from megarl.models.hf_header import BITS, PREFIX_BYTES, header_bytes, read_header
 from megarl.models.hf_stacked import stacked
 
 PIECE_BYTES = 8 * 2**20
@@ -33,17 +33,15 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorInfo], wrote: Wrote) -
         end = offset + content_bytes(info)
         entries[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-    room = -(-len(text) // 8) * 8
     # Unbuffered, so that a disk that is full says so while it is written to, and not as the file is closed.
     with FileIO(path, "wb") as out:
-        _write(out, struct.pack("<Q", room) + text.ljust(room))
+        write_all(out, header_bytes(entries))
         for info in tensors.values():
             with info.file.open("rb") as source:
                 if info.columns is None:
                     _copy(source, info.offset, content_bytes(info), out, wrote)
                 else:
-                    _write(out, _columns(source, info, info.columns))
+                    write_all(out, _columns(source, info, info.columns))
                     wrote(content_bytes(info))
 
 
@@ -65,7 +63,7 @@ def write_replaced(source: Path, path: Path, replaced: Mapping[str, Sequence[Ten
             assert sum(map(content_bytes, parts)) == tensor.num_bytes, (tensor, parts)
             if (each := _exchanged(tensor.shape, parts)) is not None:
                 for first in range(0, len(parts), each):
-                    _write(out, _beside(parts[first : first + each]))
+                    write_all(out, _beside(parts[first : first + each]))
                     wrote(sum(map(content_bytes, parts[first : first + each])))
                 continue
             for part in parts:
@@ -136,12 +134,6 @@ def _copy(source: BinaryIO, offset: int, num_bytes: int, out: RawIOBase | Buffer
             raise UserError(f"{source.name} cannot be read ({error.strerror}). Copy or export it again.") from error
         if not piece:
             raise UserError(f"{source.name} ends early: it was changed while it was read. Copy or export it again.")
-        _write(out, piece)
+        write_all(out, piece)
         num_bytes -= len(piece)
         wrote(len(piece))
-
-
-def _write(out: RawIOBase | BufferedIOBase, content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[out.write(view) :]

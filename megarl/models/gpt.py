@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor
 from megarl.core.layout import Layout, stage_layers
 from megarl.core.platform import Platform
 from megarl.models.config import ModelConfig
+from megarl.models.flops import Recompute
 from megarl.models.heads import ScalarHead
 from megarl.models.layer_spec import set_latent_eps, stage_spec, uses_transformer_engine
 from megarl.models.packed import give_host_bounds
@@ -23,7 +24,6 @@ from megarl.models.rope import logit_factor, magnitude
 from megarl.models.rotary import make_rotary, scale_by_position, scales_queries, scales_rotation
 from megarl.models.xielu import Xielu
 
-Recompute = Literal["none", "selective", "full"]
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megarl.core.errors import UserError
+from megarl.core.words import shortened
 
 LARGEST = 2**31 - 1  # of a size, as kernels count
 SHOWN_CHARACTERS = 200
@@ -104,7 +105,6 @@ def _is_finite(value: object) -> bool:
 def shown(value: object) -> str:
     """A value as Python writes it, cut where it is long: configs hold lists of a word for each layer."""
     try:
-        text = repr(value)
+        return shortened(repr(value), SHOWN_CHARACTERS)
     except RecursionError:
         return "nested too deeply"
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."

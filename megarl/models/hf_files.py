@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from megarl.core import words
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
@@ -321,6 +322,5 @@ def _unused(index: dict[str, TensorInfo], config: ModelConfig) -> set[str]:
 
 
 def some(names: list[str]) -> str:
-    """The first few names, and how many more there are."""
-    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(name if name.isprintable() else repr(name) for name in names[:SHOWN]) + rest
+    """The first few names of tensors, and how many more there are."""
+    return words.some([name if name.isprintable() else repr(name) for name in names], SHOWN)

@@ -6,11 +6,13 @@ So what the library found, in the order of the file, also says where each tensor
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -28,6 +30,7 @@ BITS: Mapping[str, int] = MappingProxyType(
     }
 )
 PREFIX_BYTES = 8  # the length of the header, before it
+ALIGNMENT = 8  # of the header's end
 INCOMPLETE, TOO_LARGE = "file not fully covered", "header too large"
 
 
@@ -44,6 +47,13 @@ class Stored:
     def num_bytes(self) -> int:
         """Of its content."""
         return math.prod(self.shape) * BITS[self.dtype] // 8
+
+
+def header_bytes(entries: Mapping[str, Any], least: int = 0) -> bytes:
+    """The beginning of a file. entries: of its tensors, as the format has them. least: bytes; blanks are at the end of fewer."""
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    room = max(-(-len(text) // ALIGNMENT) * ALIGNMENT, least - PREFIX_BYTES)
+    return room.to_bytes(PREFIX_BYTES, "little") + text.ljust(room)
 
 
 def read_header(path: Path) -> list[Stored]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
-import struct
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from io import FileIO
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.core.disk import sync, sync_tree
+from megarl.core.disk import FULL, sync, sync_tree, write_all
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
@@ -24,6 +22,7 @@ from megarl.models.families import FAMILIES, score_architecture
 from megarl.models.hf_beside import CODE, copy_beside
 from megarl.models.hf_files import INDEX, SINGLE, some
 from megarl.models.hf_fp8 import QUANTIZATION
+from megarl.models.hf_header import header_bytes
 from megarl.models.hf_read import DTYPES
 from megarl.models.hf_weights import Bucket
 from megarl.models.rules import expected_tensors
@@ -33,8 +32,6 @@ CONFIG = "config.json"
 DEFAULT_SHARD_BYTES = 5 * 2**30
 LABELS = ("num_labels", "problem_type")  # what would say otherwise than the one label of a score, or refuse it
 PIECE_BYTES = 8 * 2**20
-# What a disk that is full, a quota and a limit on file sizes answer.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -142,7 +139,7 @@ class _Shards:
         file = self._file or self._open(name, tensor)
         for piece in content.split(PIECE_BYTES):
             # A copy: numpy would hold on to storage that a role frees when it is offloaded.
-            _write(file, memoryview(piece.clone().numpy().data))
+            write_all(file, memoryview(piece.clone().numpy().data))
         offsets = [self._size, self._size + tensor.nbytes]
         self._entries[name] = _entry(SAFETENSORS_NAMES[tensor.dtype], list(tensor.shape), offsets)
         self._size += tensor.nbytes
@@ -176,17 +173,15 @@ class _Shards:
         longest = _entry("BF16", [], [10**15] * 2)
         coming = {name: tuple(tensor.shape), **self._missing}
         entries = {each: {**longest, "shape": list(shape)} for each, shape in coming.items()}
-        text = json.dumps({"__metadata__": {"format": "pt"}, **entries})
-        self._room = -(-len(text.encode()) // 8) * 8
+        self._room = len(header_bytes(entries))
         self._file = FileIO(self._part(len(self._files)), "wb")
-        self._file.seek(8 + self._room)
+        self._file.seek(self._room)
         return self._file
 
     def _end_file(self) -> None:
         assert self._file is not None
-        text = json.dumps({"__metadata__": {"format": "pt"}, **self._entries}).encode()
         self._file.seek(0)
-        _write(self._file, memoryview(struct.pack("<Q", self._room) + text.ljust(self._room)))
+        write_all(self._file, header_bytes(self._entries, self._room))
         self._file.close()
         self._files.append(self._entries)
         self._file, self._entries, self._size = None, {}, 0
@@ -220,12 +215,6 @@ class _Shards:
             f"{free / 1e9:.3f} GB are free there (or a quota allows less). Free some space or choose another folder; "
             "nothing was left behind."
         )
-
-
-def _write(file: FileIO, content: memoryview) -> None:
-    """Write all of it: unbuffered, so that a disk that is full says so here and not when the file is closed."""
-    while content:
-        content = content[file.write(content) :]
 
 
 def _entry(dtype: str, shape: list[int], offsets: list[int]) -> dict[str, Any]:

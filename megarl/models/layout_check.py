@@ -129,7 +129,7 @@ def _expert_problems(config: ModelConfig, layout: Layout) -> list[str]:
     return problems
 
 
-def nearest_layouts(config: ModelConfig, wanted: Layout, count: int = SHOWN) -> list[Layout]:
+def nearest_layouts(config: ModelConfig, wanted: Layout) -> list[Layout]:
     """Layouts of as many devices that work, nearest first: by how many times each axis has to be doubled or halved."""
 
     def distance(option: Layout) -> tuple[float, int]:
@@ -137,7 +137,7 @@ def nearest_layouts(config: ModelConfig, wanted: Layout, count: int = SHOWN) -> 
         changed = sum(getattr(option, f) != getattr(wanted, f) for f in ("first_stage_layers", "last_stage_layers"))
         return sum(abs(math.log2(a / b)) for a, b in axes), changed
 
-    return sorted(_working(config, wanted), key=distance)[:count]
+    return sorted(_working(config, wanted), key=distance)[:SHOWN]
 
 
 def _working(config: ModelConfig, wanted: Layout) -> Iterator[Layout]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megarl.core.errors import UserError
+from megarl.models.all_gather import all_gather_objects
 from megarl.models.lora_settings import TARGETS, LoraSettings, is_routed, target_of
 from megarl.models.low_rank import LORA_A, LORA_B, Adapted, Adapter, GroupedLowRank, LowRank
 from megarl.models.rule_table import Cut
@@ -211,9 +212,7 @@ def _adapted(chunk: Module) -> Iterator[tuple[str, Adapted]]:
 
 def _check_targets(chunks: Sequence[Module], settings: LoraSettings, pp: dist.ProcessGroup) -> None:
     mine = {target_of(name) for chunk in chunks for name, _ in _named(chunk)}.intersection(TARGETS)
-    stages: list[set[str]] = [mine] * dist.get_world_size(pp)
-    if len(stages) > 1:
-        dist.all_gather_object(stages, mine, group=pp)
+    stages = all_gather_objects(mine, pp)
     found = set[str]().union(*stages)
     if missing := [target for target in settings.targets if target not in found]:
         possible = ", ".join(target for target in TARGETS if target in found)

@@ -1,14 +1,12 @@
-"""Tensors from HF's form to Megatron's and back, as the rules say. Exact: no bit is lost in any direction."""
+"""Tensors between HF's form and Megatron's, as the rules say. Exact: no bit is lost in any direction."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megarl.models.parts import Part, part_of
-from megarl.models.rules import Rule, Source
+from megarl.models.parts import Part
+from megarl.models.rules import Source
 
 
 def within(tensor: Tensor, source: Source) -> Tensor:
@@ -20,28 +18,6 @@ def within(tensor: Tensor, source: Source) -> Tensor:
         return tensor.flatten(0, 1)[source.first_row : source.first_row + source.shape[0]]
     mine = tensor[slot.expert][..., slot.first :: slot.step]
     return mine.T if mine.dim() == 2 else mine
-
-
-def merge(rule: Rule, tensors: Sequence[Tensor], index: int = 0, count: int = 1) -> Tensor:
-    """The rule's whole HF tensors -> part `index` of `count` of the Megatron tensor; by default all of it, unpadded."""
-    part = part_of(rule, index, count)
-    result = tensors[0].new_zeros(part.shape)
-    for run in part.runs:
-        rows = within(tensors[run.source], rule.sources[run.source])[run.start : run.stop]
-        result[run.at : run.at + run.stop - run.start] = rows if part.columns is None else rows[:, part.columns]
-    return result
-
-
-def split(rule: Rule, parts: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """All parts of the Megatron tensor, in order -> named HF tensors, or what are slots of these, without padding."""
-    found = []
-    for index, source in enumerate(rule.sources):
-        tensor = parts[0].new_empty(source.shape)
-        for number, held in enumerate(parts):
-            part = part_of(rule, number, len(parts))
-            put(tensor, held, part, index)
-        found.append((source.name, tensor.view(()) if source.is_scalar else tensor))
-    return found
 
 
 def take(held: Tensor, part: Part, source: int) -> Tensor:

@@ -20,12 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import Module
 
-from megarl.core.disk import sync, sync_tree
+from megarl.core.disk import FULL, sync, sync_tree
 from megarl.core.errors import UserError
 from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
 from megarl.models.hf_gather import Gatherer, export_buckets
-from megarl.models.hf_save import FULL
 from megarl.models.hf_weights import Value, layer_spec
 from megarl.models.lora_settings import LoraSettings, linear_of, target_of
 from megarl.models.rules import LayerSpec, Rule, Slot, Source, rules

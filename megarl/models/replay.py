@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-UNKNOWN = -1
+from megarl.core.types import UNKNOWN_EXPERT
 
 
 class RoutingReplay:
@@ -30,7 +30,10 @@ class RoutingReplay:
         self._waiting: list[Tensor | None] = []
 
     def set(self, target: Tensor | None) -> None:
-        """target: [T, k] int64, the experts of each token of the next forward pass; None, or UNKNOWN, lets the router choose."""
+        """target: [T, k] int64, the experts of each token of the next forward pass; None lets the router choose.
+
+        So does UNKNOWN_EXPERT, of a token.
+        """
         self._target = target
 
     def forget(self) -> None:
@@ -55,7 +58,7 @@ class RoutingReplay:
         with torch.no_grad():
             _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         # Unknown are those of padding, of last tokens, and of samples that came without: their neighbours keep theirs.
-        chosen = torch.where(chosen == UNKNOWN, own, chosen)
+        chosen = torch.where(chosen == UNKNOWN_EXPERT, own, chosen)
         return scores.gather(1, chosen), chosen
 
     def _chosen(self) -> Tensor | None:

@@ -75,8 +75,7 @@ class Rule:
 
     layer: the layer that it lives with: embeddings with the first, final norm and head with the last. expert: None where
     tensor parallel cuts it, not expert-tensor parallel. rounds: how often the rows of all sources, and of their pieces, take
-    turns; 0 is once for each rank. is_padded: zeros fill up the rows to a multiple of the ranks. is_copy: a second copy of a
-    tensor that another rule has; it is loaded, and never exported.
+    turns; 0 is once for each rank. is_padded: zeros fill up the rows to a multiple of the ranks.
     """
 
     megatron: str
@@ -87,7 +86,6 @@ class Rule:
     layer: int
     expert: int | None = None
     is_buffer: bool = False
-    is_copy: bool = False
 
 
 def rules(config: ModelConfig, spec: LayerSpec, *, has_head_copy: bool = False) -> Iterator[Rule]:
@@ -115,7 +113,7 @@ def rules(config: ModelConfig, spec: LayerSpec, *, has_head_copy: bool = False) 
     elif not config.tied_embeddings:
         yield _rule(HEAD, sizes, spec, layer=last)
     elif has_head_copy:
-        yield _rule(TIED_HEAD, sizes, spec, layer=last, is_copy=True)
+        yield _rule(TIED_HEAD, sizes, spec, layer=last)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -131,7 +129,6 @@ def _rule(
     layer: int,
     prefixes: tuple[str, str] = ("", ""),
     expert: int | None = None,
-    is_copy: bool = False,
 ) -> Rule:
     fused = spec == "transformer_engine"
     ours, theirs = prefixes
@@ -147,7 +144,6 @@ def _rule(
         layer=layer,
         expert=expert,
         is_buffer=row.is_buffer,
-        is_copy=is_copy,
     )
 
 

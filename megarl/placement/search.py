@@ -77,7 +77,6 @@ def search(
     usable: float,
     top: int = 5,
     allowed: Allowed | None = None,
-    least_s: float = np.inf,
 ) -> Result:
     """The best placements of the `top` best partitions.
 

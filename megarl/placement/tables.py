@@ -102,15 +102,14 @@ def build_tables(
     workload: Workload,
     cluster: Cluster,
     space: Space | None = None,
-    pool_sizes: Sequence[int] | None = None,
     serving: Cluster | None = None,
     roles: dict[str, RoleTable] | None = None,
 ) -> AllTables:
-    """All choices of a workload's roles on pools of a cluster. space, pool_sizes: default: all. serving: for the rollout.
+    """All choices of a workload's roles on pools of a cluster. space: default: all. serving: for the rollout.
 
     roles: those of the Megatron roles, where they were made before.
     """
-    space, sizes, host = space or Space(), pool_sizes or cluster.pool_sizes(), serving or cluster
+    space, sizes, host = space or Space(), cluster.pool_sizes(), serving or cluster
     made, roles = roles is not None, roles or {}
     for role in () if made else workload.roles:
         if role == REFERENCE and workload.tied:

@@ -43,17 +43,14 @@ def memory_s(cluster: Cluster, moved: Any, nbytes: Any) -> Any:
     return np.maximum(moved / memory, nbytes / cluster.rates.copy_bytes_s)
 
 
-def send_bytes_s(
-    cluster: Cluster, senders: int, receivers: int, *, across: bool, serving: Cluster | None = None
-) -> float:
+def send_bytes_s(cluster: Cluster, senders: int, receivers: int, *, across: bool) -> float:
     """Bytes a second of a broadcast. senders, receivers: devices of the sender's node, and of a receiving one, in the group.
 
     across: whether receivers are on other nodes. NCCL's rings leave a node over the network of each of its devices that is
-    in the group, and enter the next likewise; inside each device takes all of it from a peer. serving: the receivers' kind.
+    in the group, and enter the next likewise; inside each device takes all of it from a peer.
     """
-    to = serving or cluster
-    inside = min(inside_bytes_s(cluster), inside_bytes_s(to))
-    return min(inside, between_bytes_s(cluster) * senders, between_bytes_s(to) * receivers) if across else inside
+    inside = inside_bytes_s(cluster)
+    return min(inside, between_bytes_s(cluster) * min(senders, receivers)) if across else inside
 
 
 def assemble_s(cluster: Cluster, own: Any, foreign: Any) -> Any:

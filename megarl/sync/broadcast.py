@@ -67,7 +67,6 @@ class BroadcastSender:
         join_s: float = JOIN_S,
     ) -> None:
         self._rank = rank
-        self._host = host
         self._backend: BackendName = backend
         self._timeout_s = timeout_s
         self._grace_s, self._join_s = grace_s, join_s

@@ -7,8 +7,6 @@ what torch pickles for it, but for the device, which it wants by its UUID: its n
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from megarl.models.hf_pieces import Entry
-from megarl.sync.segments import Shared, described
+from megarl.sync.segments import Shared, flattened
 
 # Among the arguments of torch's rebuild_cuda_tensor: the place of the device's number, and of whether its event is waited for.
 DEVICE = 6
@@ -40,9 +38,7 @@ class DeviceSegment:
         torch.cuda.synchronize(self.flat.device)  # what was written is there before anybody reads it
         rebuild, arguments = reductions.reduce_tensor(self.flat)
         tensor = Shared(rebuild, *arguments[:DEVICE], self._uuid, *arguments[DEVICE + 1 :])
-        return base64.b64encode(
-            pickle.dumps({"flattened_tensor": tensor, "metadata": described(bucket, start)})
-        ).decode()
+        return flattened(tensor, bucket, start)
 
     @classmethod
     def open(cls, arguments: tuple[Any, ...], device: str) -> DeviceSegment:

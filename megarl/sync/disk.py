@@ -11,7 +11,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,14 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.core.disk import FULL
 from megarl.core.errors import DiskFullError, MegarlError, SyncError
+from megarl.models.all_gather import all_gather_objects
 from megarl.models.hf_read import STORED_DTYPES
 from megarl.models.hf_weights import Bucket
 from megarl.sync.delta import Bytes, encode
 from megarl.sync.orphans import owner, remove_orphans
 from megarl.sync.outgoing import Outgoing
 from megarl.sync.session import Stopwatch, SyncReport
-from megarl.sync.store import FULL, MOST_READERS, Manifest, Store, StoredFile, StoredTensor, crc32
+from megarl.sync.store import Manifest, Store, StoredFile, StoredTensor, crc32, side_by_side
 from megarl.sync.tensor_files import Mark, Named, TensorFile, mark, write_file
 
 # A server that joins late reads a whole version and at most so many differences.
@@ -173,7 +175,7 @@ class DiskSender:
             return self._write_changed(path, named, contents, before)
 
     def _write_whole(self, path: Path, named: list[Named], contents: list[Bytes]) -> StoredFile:
-        sums = self._side_by_side(crc32, contents)
+        sums = side_by_side(crc32, contents)
         self._watch.lap("compare")
         num_bytes = write_file(path, named, contents, lasting=True)
         if self._deltas:
@@ -194,7 +196,7 @@ class DiskSender:
                 return StoredTensor(*stored.named, stored.crc32, False), None
             return StoredTensor(*stored.named, crc32(new), True), encode(new, old, stored.width)
 
-        found = self._side_by_side(change, zip(before.tensors, contents, strict=True))
+        found = side_by_side(change, zip(before.tensors, contents, strict=True))
         tensors = tuple(stored for stored, _ in found)
         self._watch.lap("compare")
         payloads = [(stored.name, payload) for stored, payload in found if payload is not None]
@@ -225,10 +227,6 @@ class DiskSender:
                 "larger disk."
             ) from error
 
-    def _side_by_side(self, work: Callable[[Any], Any], items: Any) -> list[Any]:
-        with ThreadPoolExecutor(min(MOST_READERS, len(os.sched_getaffinity(0)))) as pool:
-            return list(pool.map(work, items))
-
     def _folder(self) -> Path:
         """This rank's plain files, in what goes with the run however it ends. Those of ranks that were killed go now."""
         if self._kept is None:
@@ -238,11 +236,7 @@ class DiskSender:
 
     def _all(self, mine: Any) -> list[Any]:
         """What every rank passes, on every rank."""
-        if self._control is None:
-            return [mine]
-        found: list[Any] = [None] * dist.get_world_size(self._control)
-        dist.all_gather_object(found, mine, group=self._control)
-        return found
+        return [mine] if self._control is None else all_gather_objects(mine, self._control)
 
 
 def _sendable(trouble: Exception | None, version: int) -> MegarlError | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -49,10 +50,7 @@ def _senders(plan: SyncPlan) -> Table:
     table = Table(title="Senders", title_justify="left")
     for column in ("rank", "node", "GB", "buckets", "helped by"):
         table.add_column(column, justify="right")
-    counts: dict[int, int] = {}
-    for bucket in plan.buckets:
-        for sender in plan.assemblers(bucket):
-            counts[sender] = counts.get(sender, 0) + 1
+    counts = Counter(sender for bucket in plan.buckets for sender in plan.assemblers(bucket))
     for sender, nbytes in islice(plan.sent_bytes.items(), SENDERS):
         helpers = f"{len(plan.helpers(sender))} ranks" if plan.transport == "broadcast" else ""
         table.add_row(

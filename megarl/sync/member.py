@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.models.all_gather import all_gather_objects
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.group import Address, BackendName, MeetingPlace, SendGroup, Sent, connect, flatten, slots
 from megarl.sync.outgoing import Outgoing
@@ -77,11 +78,7 @@ class Member:
 
     def share(self, said: T) -> list[T]:
         """What every rank says, by rank."""
-        if self.control is None:
-            return [said]
-        heard: list[Any] = [None] * dist.get_world_size(self.control)
-        dist.all_gather_object(heard, said, group=self.control)
-        return heard
+        return [said] if self.control is None else all_gather_objects(said, self.control)
 
     def is_joined(self, servers: Sequence[ServerEndpoint], parcels: Sequence[Parcel]) -> bool:
         """Whether the groups are those that these servers and buckets need."""

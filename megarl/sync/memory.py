@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.core.errors import MegarlError, SyncError
+from megarl.models.all_gather import all_gather_objects
 from megarl.models.hf_pieces import Entry
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.segments import Handle, Segment
@@ -123,9 +124,7 @@ class NodeMemory:
             failed = torch.tensor([int(trouble is not None)], device=self._device)
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._control)
             if failed.item():
-                reasons: list[str | None] = [None] * dist.get_world_size(self._control)
-                dist.all_gather_object(reasons, _reason(trouble), group=self._control)
-                _refuse(reasons, trouble)
+                _refuse(all_gather_objects(_reason(trouble), self._control), trouble)
         if trouble is not None:
             raise trouble
 
@@ -210,10 +209,8 @@ class DeviceMemory:
         self._share(told, trouble)
 
     def _share(self, told: dict[tuple[str, int], str], trouble: Exception | None) -> None:
-        everybody = [(told, _reason(trouble))]
-        if self._control is not None:
-            everybody = [everybody[0]] * dist.get_world_size(self._control)
-            dist.all_gather_object(everybody, (told, _reason(trouble)), group=self._control)
+        mine = (told, _reason(trouble))
+        everybody = [mine] if self._control is None else all_gather_objects(mine, self._control)
         _refuse([reason for _, reason in everybody], trouble)
         self._payloads = {reader: payload for each, _ in everybody for reader, payload in each.items()}
 

@@ -19,12 +19,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.core.disk import FULL
 from megarl.core.errors import DeadlineError, DiskFullError, MegarlError, TornError, UserError
 from megarl.core.process_state import stopped
 from megarl.sync.delta import Bytes, DamagedDeltaError, decode
 from megarl.sync.orphans import owner, remove_orphans
 from megarl.sync.store import (
-    FULL,
     MANIFEST,
     OTHER,
     Manifest,
@@ -34,6 +34,7 @@ from megarl.sync.store import (
     check,
     crc32,
     side_by_side,
+    version_folder,
 )
 from megarl.sync.tensor_files import Mark, TensorFile, mark, write_file
 
@@ -315,7 +316,7 @@ class Mirror:
         return self._of(version) / self.store.model
 
     def _of(self, version: int) -> Path:
-        return self.folder / f"v{version:06d}"
+        return version_folder(self.folder, version)
 
 
 def _locked(handle: int) -> bool:

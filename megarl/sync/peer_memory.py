@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
+from megarl.models.all_gather import all_gather_objects
 
 log = get_logger(__name__)
 
@@ -113,9 +114,7 @@ class PeerMemory:
 
     def _all(self, mine: Any) -> list[Any]:
         assert self._control is not None, "one rank has nobody who writes into its memory"
-        heard: list[Any] = [None] * dist.get_world_size(self._control)
-        dist.all_gather_object(heard, mine, group=self._control)
-        return heard
+        return all_gather_objects(mine, self._control)
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ long it takes. How tensors are assigned to senders, and senders take turns, is i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -108,10 +109,10 @@ class SyncPlan:
     @cached_property
     def sent_bytes(self) -> dict[int, int]:
         """Sender -> bytes that it sends, once however many receive; in shared memory what each device's rank hands over."""
-        found: dict[int, int] = {}
+        found = Counter[int]()
         for bucket in self.buckets:
             for sender in self.assemblers(bucket):
-                found[sender] = found.get(sender, 0) + bucket.nbytes
+                found[sender] += bucket.nbytes
         return dict(sorted(found.items()))
 
     def assemblers(self, bucket: Bucket) -> tuple[int, ...]:
@@ -157,10 +158,10 @@ class SyncPlan:
 
     def contributions(self, bucket: Bucket, near: int) -> dict[int, int]:
         """Rank -> bytes that it gives the rank `near` of a bucket."""
-        found: dict[int, int] = {}
+        found = Counter[int]()
         for tensor in bucket.tensors:
             for rank, nbytes in zip(self.holders(tensor, near), tensor.parts, strict=True):
-                found[rank] = found.get(rank, 0) + nbytes
+                found[rank] += nbytes
         return {rank: nbytes for rank, nbytes in found.items() if nbytes}
 
     def rows(self) -> Iterator[Row]:

@@ -66,34 +66,29 @@ class Times:
     loaded: float
 
 
-def price(plan: SyncPlan, cluster: Cluster, serving: Cluster | None = None, *, quantized: bool = False) -> Price:
-    """Seconds of a plan on a cluster. serving: the servers' nodes, where they are of another kind.
+def price(plan: SyncPlan, cluster: Cluster, *, quantized: bool = False) -> Price:
+    """Seconds of a plan on a cluster.
 
     quantized: senders quantise what they have put together (FP8), and send and write that.
     """
-    serving = serving or cluster
-    config = plan.trainer.config
-    times = timeline(plan, cluster, serving, quantized=quantized)
+    times = timeline(plan, cluster, quantized=quantized)
     return Price(
         seconds=max(each.loaded for each in times),
-        bound_s=bound(plan, cluster, serving, quantized=quantized),
+        bound_s=bound(plan, cluster, quantized=quantized),
         gather_s=sum(each.gathered - each.gather_from for each in times),
         send_s=sum(each.sent - each.send_from for each in times),
         load_s=sum(each.loaded - each.load_from for each in times),
-        engine_s=serving.rates.sync_s + engine_s(serving, config),
+        engine_s=cluster.rates.sync_s + engine_s(cluster, plan.trainer.config),
     )
 
 
-def timeline(
-    plan: SyncPlan, cluster: Cluster, serving: Cluster | None = None, *, quantized: bool = False
-) -> list[Times]:
+def timeline(plan: SyncPlan, cluster: Cluster, *, quantized: bool = False) -> list[Times]:
     """The times of each bucket, in the plan's order. Over the disk `sent` is written; servers load all at once."""
-    serving = serving or cluster
     if plan.transport == "shared_memory":
         assert not quantized, "rows do not quantise"
         return _shared(plan, cluster)
     wire = _Wire.of(plan, quantized=quantized)
-    return (_disk if plan.transport == "disk" else _broadcast)(plan, wire, cluster, serving)
+    return (_disk if plan.transport == "disk" else _broadcast)(plan, wire, cluster)
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ class _Wire:
         return _gather_s(plan, bucket, bucket.sender, cluster) + quantise_s(cluster, *self.made[bucket.number])
 
 
-def _disk(plan: SyncPlan, wire: _Wire, cluster: Cluster, serving: Cluster) -> list[Times]:
+def _disk(plan: SyncPlan, wire: _Wire, cluster: Cluster) -> list[Times]:
     """A sender gathers its next bucket while it writes one; the senders of a node share what it writes a second.
 
     Once all is written every node reads the version, puts it together, and its servers load it.
@@ -139,15 +134,15 @@ def _disk(plan: SyncPlan, wire: _Wire, cluster: Cluster, serving: Cluster) -> li
         latest[bucket.sender] = gathered, send_from, sent
         found.append((begin, gathered, send_from, sent))
     there, whole = max(sent for *_, sent in found), sum(wire.nbytes)
-    loads = max((float(load_s(serving, whole, each.tp)) for each in plan.receivers), default=0.0)
-    taken = (read_s(serving, whole) if plan.receivers else 0.0) + loads
+    loads = max((float(load_s(cluster, whole, each.tp)) for each in plan.receivers), default=0.0)
+    taken = (read_s(cluster, whole) if plan.receivers else 0.0) + loads
     return [
         Times(*times, there + taken * index / len(found), there + taken * (index + 1) / len(found))
         for index, times in enumerate(found)
     ]
 
 
-def _broadcast(plan: SyncPlan, wire: _Wire, cluster: Cluster, serving: Cluster) -> list[Times]:
+def _broadcast(plan: SyncPlan, wire: _Wire, cluster: Cluster) -> list[Times]:
     """A rank has a bucket in flight (its own, or one that it helps with) and one that it gathers, no third."""
     routes = _Routes(plan)
     latest = dict.fromkeys(plan.sent_bytes, (0.0, 0.0))  # its last gather's end, its last send's begin
@@ -161,9 +156,9 @@ def _broadcast(plan: SyncPlan, wire: _Wire, cluster: Cluster, serving: Cluster) 
         freed = times[-2].loaded if len(times) > 1 else 0.0
         send_from = max(gathered, before, freed)
         nbytes = wire.nbytes[bucket.number]
-        sent = send_from + routes.send_s(bucket.sender, nbytes, cluster, serving)
+        sent = send_from + routes.send_s(bucket.sender, nbytes, cluster)
         load_from = max(sent, times[-1].loaded if times else 0.0)
-        loads = (float(load_s(serving, nbytes, each.tp)) for each in plan.receivers)
+        loads = (float(load_s(cluster, nbytes, each.tp)) for each in plan.receivers)
         times.append(Times(begin, gathered, send_from, sent, load_from, load_from + max(loads, default=0.0)))
         latest[bucket.sender] = gathered, send_from
     return times
@@ -252,26 +247,22 @@ class _Routes:
     plan: SyncPlan
     _rates: dict[int, float] = field(default_factory=dict)
 
-    def send_s(self, sender: int, nbytes: float, cluster: Cluster, serving: Cluster) -> float:
+    def send_s(self, sender: int, nbytes: float, cluster: Cluster) -> float:
         if sender not in self._rates:
             home, here = self.plan.trainer.nodes[sender], receiving(self.plan)
             away = [devices for node, devices in here.items() if node != home]
             members = 1 + len(self.plan.helpers(sender))
             fewest = min(away, default=1)
-            self._rates[sender] = send_bytes_s(cluster, members, fewest, across=bool(away), serving=serving)
+            self._rates[sender] = send_bytes_s(cluster, members, fewest, across=bool(away))
         return nbytes / self._rates[sender] + cluster.rates.hop_s
 
 
 def receiving(plan: SyncPlan) -> dict[int, int]:
     """Node -> devices there that receive: servers of one node are members of the same groups, and it receives once."""
-    found: dict[int, int] = {}
-    for receiver in plan.receivers:
-        for node in receiver.nodes:
-            found[node] = found.get(node, 0) + 1
-    return found
+    return Counter(node for receiver in plan.receivers for node in receiver.nodes)
 
 
-def bound(plan: SyncPlan, cluster: Cluster, serving: Cluster | None = None, *, quantized: bool = False) -> float:
+def bound(plan: SyncPlan, cluster: Cluster, *, quantized: bool = False) -> float:
     """Seconds below which no order and no overlap comes, at the makers' figures: links and memories do nothing else.
 
     Broadcast: all bytes leave over the network of the ranks on senders' nodes, enter each node over that of its devices that
@@ -279,7 +270,7 @@ def bound(plan: SyncPlan, cluster: Cluster, serving: Cluster | None = None, *, q
     memory: what a device does not hold arrives from its peers, or over the node's network; its own is copied into the
     bucket, and its server's share out of it. Disk: the node that writes most writes, and a node of servers reads all of it once.
     """
-    serving, device = serving or cluster, cluster.device
+    device = cluster.device
     if plan.transport == "shared_memory":
         return _bound_shared(plan, cluster)
     wire, nodes = _Wire.of(plan, quantized=quantized), plan.trainer.nodes
@@ -289,18 +280,18 @@ def bound(plan: SyncPlan, cluster: Cluster, serving: Cluster | None = None, *, q
         for bucket in plan.buckets:
             assert bucket.sender is not None
             written[nodes[bucket.sender]] += wire.nbytes[bucket.number]
-        reading = nbytes / serving.rates.disk_bytes_s if plan.receivers else 0.0
+        reading = nbytes / cluster.rates.disk_bytes_s if plan.receivers else 0.0
         return write_s(cluster, max(written.values())) + reading
     links = len({rank for sender in plan.sent_bytes for rank in (sender, *plan.helpers(sender))})
     homes = {nodes[sender] for sender in plan.sent_bytes}
-    found = [2 * nbytes / each.tp / serving.device.memory_bytes_s for each in plan.receivers]
+    found = [2 * nbytes / each.tp / device.memory_bytes_s for each in plan.receivers]
     for node, devices in receiving(plan).items():
         if node in homes:
             found.append(nbytes / (device.inside_bytes_s + device.between_bytes_s))
             continue
-        found.append(nbytes / (serving.device.between_bytes_s * devices))
+        found.append(nbytes / (device.between_bytes_s * devices))
         found.append(nbytes / (device.between_bytes_s * links))
-        found.append(nbytes * (1 - 1 / devices) / serving.device.inside_bytes_s)
+        found.append(nbytes * (1 - 1 / devices) / device.inside_bytes_s)
     return max(found)
 
 

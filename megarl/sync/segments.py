@@ -76,9 +76,7 @@ class Segment:
         tensor = Shared(
             reductions.rebuild_tensor, torch.Tensor, _typed(self.handle), (0, (self.handle[2],), (1,), False)
         )
-        return base64.b64encode(
-            pickle.dumps({"flattened_tensor": tensor, "metadata": described(bucket, start)})
-        ).decode()
+        return flattened(tensor, bucket, start)
 
     def share(self) -> Handle:
         """What another process of this node opens it with."""
@@ -95,9 +93,9 @@ class Segment:
         self.flat, self._storage = torch.empty(0, dtype=torch.uint8), None
 
 
-def described(bucket: Sequence[Entry], start: int) -> list[SimpleNamespace]:
-    """A bucket's tensors as SGLang's flattened buckets have them: where each is in memory in which it begins at `start`."""
-    return [
+def flattened(tensor: Shared, bucket: Sequence[Entry], start: int) -> str:
+    """A bucket that begins at byte `start` of the memory of `tensor`, as `/update_weights_from_tensor` takes it."""
+    metadata = [
         SimpleNamespace(
             name=entry.name,
             shape=entry.shape,
@@ -108,6 +106,7 @@ def described(bucket: Sequence[Entry], start: int) -> list[SimpleNamespace]:
         )
         for entry in bucket
     ]
+    return base64.b64encode(pickle.dumps({"flattened_tensor": tensor, "metadata": metadata})).decode()
 
 
 class Shared:

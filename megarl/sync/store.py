@@ -9,7 +9,6 @@ the one that was written. What is cut off, damaged or half written is a torn ver
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megarl.core.disk import sync
+from megarl.core.disk import FULL, replace_text, sync
 from megarl.core.errors import DiskFullError, TornError, UserError
 from megarl.core.json_file import read_object
 from megarl.models.hf_header import BITS
@@ -34,9 +33,9 @@ from megarl.sync.tensor_files import Named, TensorFile, size_of
 MANIFEST = "manifest.json"
 MOST_READERS = 8
 OTHER = "has other content than was written"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -166,11 +165,8 @@ class Store:
         """From now on the version is there."""
         with self.explained(manifest.whole_bytes):
             path = self._of(manifest.version) / MANIFEST
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(manifest.text(), encoding="utf-8")
-            sync(temporary)
             sync(self.files(manifest.version))
-            temporary.rename(path)
+            replace_text(path, manifest.text(), lasting=True)
             sync(path.parent)
             sync(self.folder)
 
@@ -258,7 +254,12 @@ class Store:
         )
 
     def _of(self, version: int) -> Path:
-        return self.folder / f"v{version:06d}"
+        return version_folder(self.folder, version)
+
+
+def version_folder(folder: Path, version: int) -> Path:
+    """Where a weight version is, in a store or a mirror."""
+    return folder / f"v{version:06d}"
 
 
 def crc32(content: Bytes | bytes) -> str:
@@ -280,12 +281,11 @@ def check(store: Store, manifest: Manifest) -> None:
     side_by_side(read, manifest.files)
 
 
-def side_by_side(work: Callable[[Item], object], items: Iterable[Item]) -> None:
+def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """Several at once, as reading, checksums and compression leave Python's lock alone. Raises what the first raises."""
     with ThreadPoolExecutor(min(MOST_READERS, len(os.sched_getaffinity(0)))) as pool:
         try:
-            for future in [pool.submit(work, item) for item in items]:
-                future.result()
+            return [future.result() for future in [pool.submit(work, item) for item in items]]
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

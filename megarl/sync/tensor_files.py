@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from io import FileIO
@@ -10,13 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.models.hf_header import BITS, Stored, read_header
+from megarl.core.disk import write_all
+from megarl.models.hf_header import BITS, Stored, header_bytes, read_header
 from megarl.sync.delta import Bytes
 
-ALIGNMENT = 8  # of the header's end
 Named = tuple[str, str, tuple[int, ...]]  # a tensor's name, dtype as safetensors writes it, and shape
-
-
 Mark = list[int]  # of a file: bytes, and time of its last change; some disks change its inode by themselves
 
 
@@ -28,10 +26,7 @@ def mark(path: Path) -> Mark:
 
 def size_of(named: Named) -> int:
     """Bytes of a tensor's content."""
-    count = 1
-    for length in named[2]:
-        count *= length
-    return count * BITS[named[1]] // 8
+    return math.prod(named[2]) * BITS[named[1]] // 8
 
 
 def write_file(path: Path, tensors: Sequence[Named], contents: Iterable[Bytes], *, lasting: bool) -> int:
@@ -41,13 +36,11 @@ def write_file(path: Path, tensors: Sequence[Named], contents: Iterable[Bytes], 
         name, dtype, shape = each
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size_of(each)]}
         offset += size_of(each)
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
     with FileIO(path, "wb") as file:
-        _write(file, memoryview(len(text).to_bytes(8, "little") + text))
+        write_all(file, header_bytes(header))
         for each, content in zip(tensors, contents, strict=True):
             assert content.size == size_of(each), (each, content.size)
-            _write(file, content.data)
+            write_all(file, content.data)
         if lasting:
             os.fsync(file.fileno())
         return file.tell()
@@ -75,9 +68,3 @@ class TensorFile:
         if content.size != stored.num_bytes:
             raise OSError(f"{self.path} ends within {name}")
         return content
-
-
-def _write(file: FileIO, content: memoryview) -> None:
-    """Write all of it: unbuffered, so that a disk that is full says so here and not when the file is closed."""
-    while content:
-        content = content[file.write(content) :]

@@ -20,13 +20,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
 from megarl.core.checksums import FileSum, sum_file, sum_files
+from megarl.core.disk import FULL
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.layout import Layout
 from megarl.core.versions import installed
+from megarl.models.all_gather import all_gather_objects
 from megarl.models.config import ModelConfig
 from megarl.models.hf_beside import copy_beside
 from megarl.models.hf_dtypes import ModelDtype, StoredDtype
-from megarl.models.hf_save import CONFIG, FULL, write_config
+from megarl.models.hf_save import CONFIG, write_config
 from megarl.models.hf_weights import BUFFERS
 from megarl.recipe.roles import Lora, Optimizer
 from megarl.recipe.section import Section
@@ -85,11 +87,13 @@ class PendingSave:
         """
         if self._thread.ident is not None:
             self._thread.join()
-        results = _everyones((self._error, self._sums))
+        results = all_gather_objects((self._error, self._sums))
         self._refuse([error for error, _ in results])
         # Megatron's own last step, which notes the format, waits in a barrier, where rank 0 would leave the others if it failed.
         self._request.finalize_fns[0]()
-        self._refuse(_everyones(self._completed({name: each for _, sums in results for name, each in sums.items()})))
+        self._refuse(
+            all_gather_objects(self._completed({name: each for _, sums in results for name, each in sums.items()}))
+        )
 
     def _refuse(self, errors: Sequence[str | None]) -> None:
         """Raise UserError where a rank has one. errors: by rank."""
@@ -259,9 +263,3 @@ def _failure(error: BaseException) -> str:
 
 def _plain(section: Section | None) -> dict[str, Any] | None:
     return None if section is None else section.model_dump(mode="json")
-
-
-def _everyones(mine: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered

@@ -18,6 +18,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from megarl.core.layout import Place
+from megarl.models.all_gather import all_gather_objects
 from megarl.models.hf_weights import HEAD_NAME
 from megarl.training.spec import NEARLY_ALL
 
@@ -46,7 +47,7 @@ class GradShares:
         # A pipeline stage without experts has an optimizer of experts that holds nothing.
         self._members = [each for each in optimizer.chained_optimizers if not getattr(each, "is_stub_optimizer", False)]
         self._parts = _parts(self._members, {id(tensor): name for name, tensor in parameters.items()})
-        held = _of_everyone(sorted({part.name for part in self._parts.values()}))
+        held = all_gather_objects(sorted({part.name for part in self._parts.values()}))
         self._index = {name: index for index, name in enumerate(sorted({name for names in held for name in names}))}
         # One that begins at zero has all of the first gradient, and nothing is wrong with that.
         self._head = self._index.get(HEAD_NAME) if scores else None
@@ -120,7 +121,7 @@ class GradShares:
             self._rows[part.name] = max(self._rows.get(part.name, (0.0, 0)), (float(size), row))
 
     def _note(self, name: str, share: float) -> str:
-        rows = [rows[name] for rows in _of_everyone(self._rows) if name in rows]
+        rows = [rows[name] for rows in all_gather_objects(self._rows) if name in rows]
         row = f" (most of it in row {max(rows)[1]})" if rows else ""
         return (
             f"{name}{row} holds {min(100 * share, 99.99):.2f}% of the squared gradient norm of an optimizer step, and clipping "
@@ -161,12 +162,3 @@ def _parts(members: Sequence[Any], names: Mapping[int, str]) -> dict[int, _Part]
 
 def _flat(groups: Sequence[Sequence[Any]]) -> list[Any]:
     return [each for group in groups for each in group]
-
-
-def _of_everyone(mine: Any) -> list[Any]:
-    """A small object of every rank of the pool."""
-    if dist.get_world_size() == 1:
-        return [mine]
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -22,6 +21,7 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch import Tensor
 
 from megarl.core.errors import MegarlError, UserError
+from megarl.models.all_gather import all_gather_objects
 from megarl.models.hf_dtypes import ModelDtype
 from megarl.training.manifest import Manifest
 from megarl.training.state_shares import StateShares
@@ -31,7 +31,6 @@ PREFIX = "optimizer.state"  # of the tensors' names, as Megatron's
 # Of a parameter group, what a checkpoint decides: all else is the recipe's, which may be another than it was saved with.
 RESTORED = ("params", "step")
 Group = dict[str, Any]
-T = TypeVar("T")
 
 
 class OptimizerState:
@@ -84,7 +83,7 @@ class OptimizerState:
         """Raise UserError where the optimizer's weights are not those that the model has from `folder` already; collective."""
         if self._optimizer is None or not self._is_distributed:
             return
-        others = sum(_gathered(sum(shares.differing(whole) for shares, whole in self._each(found))))
+        others = sum(all_gather_objects(sum(shares.differing(whole) for shares, whole in self._each(found))))
         if others:
             raise UserError(
                 f"{folder}: the weights in its optimizer's state are not the model's, in {others} tensors. An earlier "
@@ -177,15 +176,8 @@ def _kind(group: Group) -> tuple[Any, ...]:
 
 def _united(mine: list[Group]) -> list[Group]:
     """Each kind of group once, over all ranks: a pipeline rank may lack some."""
-    kinds = {_kind(group): group for groups in _gathered(mine) for group in groups}
+    kinds = {_kind(group): group for groups in all_gather_objects(mine) for group in groups}
     return [kinds[kind] for kind in sorted(kinds)]
-
-
-def _gathered(mine: T) -> list[T]:
-    """Everybody's, by rank."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered
 
 
 def _matching(own: Group, saved: Sequence[Group]) -> Group:

@@ -252,7 +252,7 @@ def test_a_rank_that_dies_is_shown_and_the_others_are_ended(hf, tmp_path):
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 1 and "was ended by signal 9; nothing was kept" in " ".join(error.split())
+    assert process.returncode == 1 and "ended: signal SIGKILL; nothing was kept" in " ".join(error.split())
     assert ended([child.pid for child in children]) and list(tmp_path.iterdir()) == []
 
 

@@ -21,5 +21,5 @@ def test_a_rank_that_ends_before_it_has_heard_its_job_is_shown(tmp_path: Path, m
     monkeypatch.setattr(processes, "GUARD", dying)
     dtypes = Dtypes("bfloat16", {})
     job = Job("reshard", LONGER_THAN_A_PIPE, Path("/c"), Path("/hf"), Layout(), dtypes, False, 1234, 9.5, True)
-    with pytest.raises(WorkerDiedError, match="Rank 0 of the conversion was ended by signal 9; nothing was kept"):
+    with pytest.raises(WorkerDiedError, match="Rank 0 of the conversion ended: signal SIGKILL; nothing was kept"):
         processes.run_ranks(job, lambda _: None, lambda: None, timeout_s=30)

@@ -484,7 +484,7 @@ def test_other_errors_of_the_disk_are_not_called_full(copied, monkeypatch, numbe
     def broken(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(tensor_copy, "_write", broken)
+    monkeypatch.setattr(tensor_copy, "write_all", broken)
     code, _, error = command(words[0], *(copied / name for name in words[1:]), copied / "x")
     assert code == 2 and f"{copied / 'x'} was not written: {os.strerror(number)}. Mend" in error
     assert names(copied) == ["text", "whole"]

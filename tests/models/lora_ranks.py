@@ -148,8 +148,8 @@ def adapted(case: Case, folder: Path, groups: Any, settings: LoraSettings | None
 def fill_b(chunks: Sequence[Any], folder: Path, groups: Any, settings: LoraSettings) -> None:
     """Give B random numbers that every layout agrees on: drawn for each HF tensor, then cut as the rules say."""
     from megarl.models.hf_weights import global_tensors, layer_spec
-    from megarl.models.mapping import merge
     from megarl.models.peft import adapted_rules, factor_rules
+    from tests.support.whole_tensors import merge
 
     held = global_tensors(chunks, groups.layout, groups.rank)
     for weight in adapted_rules(load_model_config(folder), settings, layer_spec(chunks)):

@@ -20,12 +20,12 @@ from megarl.core.errors import UserError
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import Scales, TensorInfo, check_weights, read_index
 from megarl.models.hf_read import HfReader, dequantized
-from megarl.models.mapping import split
 from megarl.models.parts import num_parts, part_of
 from megarl.models.rules import expected_tensors, rules
 from tests.models.configs import cases, random_tensors
 from tests.support.fp8 import dequantised, e4m3, quantised, slow_reference, write_fp8
 from tests.support.tiny import write_tiny_model
+from tests.support.whole_tensors import split
 
 BLOCK = (16, 24)  # divides neither the heads nor the latents of the small model
 TARGETS = st.sampled_from([torch.float32, torch.bfloat16])

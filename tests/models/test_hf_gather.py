@@ -17,10 +17,10 @@ from torch import Tensor
 from megarl.models import hf_gather
 from megarl.models.hf_gather import Gatherer, Places
 from megarl.models.hf_weights import Unit
-from megarl.models.mapping import merge
 from megarl.models.parts import Part
 from megarl.models.rules import Rule, Source
 from tests.support.live_bytes import LiveBytes
+from tests.support.whole_tensors import merge
 
 Links = dict[tuple[int, int], "Queue[Tensor]"]
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from megarl.core.layout import Layout, place
 from megarl.models.config import ModelConfig
-from megarl.models.mapping import merge, split, take, window
+from megarl.models.mapping import take, window
 from megarl.models.parts import Dealing, num_parts, part_of
 from megarl.models.rules import LayerSpec, Rule, rules
 from tests.models.configs import PLAIN, cases, random_tensors
+from tests.support.whole_tensors import merge, split
 
 
 def rule_named(config: ModelConfig, end: str) -> Rule:

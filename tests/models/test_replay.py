@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.models.replay import UNKNOWN, Replays, RoutingReplay
+from megarl.core.types import UNKNOWN_EXPERT
+from megarl.models.replay import Replays, RoutingReplay
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -87,7 +88,9 @@ def test_each_layer_gets_its_own_choice_and_the_unknown_the_routers() -> None:
     chunk = Fake()
     replays = Replays([chunk], recomputed=0)
     router: Any = chunk.decoder.layers[1].mlp.router  # type: ignore[union-attr, index]
-    routing = torch.tensor([[[UNKNOWN, UNKNOWN]] * 4, [[9, 9], [9, 9], [9, 9], [2, 0]]], dtype=torch.int16)
+    routing = torch.tensor(
+        [[[UNKNOWN_EXPERT, UNKNOWN_EXPERT]] * 4, [[9, 9], [9, 9], [9, 9], [2, 0]]], dtype=torch.int16
+    )
     with replays.pass_over():
         replays.set(chunk, routing)
         assert ask(router.router_replay) == [[2, 1], [2, 0]]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.core.types import UNKNOWN_EXPERT
 from megarl.models.config import Moe
-from megarl.models.replay import UNKNOWN, RoutingReplay
+from megarl.models.replay import RoutingReplay
 from megarl.models.routers import BestOfGroupRouter, BiasedRouter, ChoosingRouter, Router, router_of
 
 LOGITS = torch.tensor([[4.0, 1.0, 2.0, -3.0], [0.0, 1.0, 2.0, 3.0]])
@@ -40,7 +41,7 @@ def test_the_choice_has_gradients_of_what_is_chosen_alone() -> None:
 
 def test_a_replay_is_heard_and_what_it_leaves_open_is_chosen_here() -> None:
     replay = RoutingReplay(recomputed=False)
-    replay.set(torch.tensor([[0, 2], [UNKNOWN, UNKNOWN]]))
+    replay.set(torch.tensor([[0, 2], [UNKNOWN_EXPERT, UNKNOWN_EXPERT]]))
     scores, experts = ChoosingRouter.get_replay_topk(biased(replay), LOGITS, 2, None, None, None)
     assert experts.tolist() == [[0, 2], [3, 1]]
     assert scores.tolist() == [[4.0, 2.0], [3.0, 1.0]]

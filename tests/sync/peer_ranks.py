@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from megarl.core.errors import DeadlineError
 from megarl.models.hf_gather import Gatherer, Places
-from megarl.models.mapping import merge
 from megarl.sync.peer_memory import PeerMemory
 from megarl.sync.segments import Segment
 from tests.models.test_hf_gather import gatherer, rule
+from tests.support.whole_tensors import merge
 
 WAITED_S = 5.0
 TENSOR = "columns"

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -94,18 +95,20 @@ def check(faulty: Faulty, servers: list[ServerEndpoint], trainer: HfModel, versi
     assert verify([trainer.logprobs(row) for row in PROBE], answers.logprobs, 1e-4, version) < 1e-5
 
 
+def freezing(faulty: Faulty, number: int) -> None:
+    """The second server stands still once a bucket has gone."""
+    if number == 1:
+        for pid in faulty.trees[1]:
+            os.kill(pid, signal.SIGSTOP)
+
+
 def test_a_server_that_freezes_while_it_loads_is_named_and_the_other_goes_on(faulty: Faulty) -> None:
     trainer = HfModel(faulty.model)
     trainer.perturb(7)
 
-    def freezing(number: int) -> None:
-        if number == 1:
-            for pid in faulty.trees[1]:
-                os.kill(pid, signal.SIGSTOP)
-
     shared = SharedBuckets(faulty.folder / "registry", join_s=2.0).sender
     began = time.monotonic()
-    report = shared.send(Written(list(trainer.buckets()), freezing), 7, faulty.endpoints[:2])
+    report = shared.send(Written(list(trainer.buckets()), partial(freezing, faulty)), 7, faulty.endpoints[:2])
     assert time.monotonic() - began < 45
     for pid in faulty.trees[1]:
         os.kill(pid, signal.SIGCONT)
@@ -154,15 +157,10 @@ def test_a_server_that_freezes_in_a_sync_is_named_and_the_other_is_updated(fault
     trainer = HfModel(faulty.model)
     trainer.perturb(1)
 
-    def freezing(number: int) -> None:
-        if number == 1:
-            for pid in faulty.trees[1]:
-                os.kill(pid, signal.SIGSTOP)
-
     sender = BroadcastSender(
         rank=0, host="127.0.0.1", device="cpu", backend="gloo", timeout_s=60.0, grace_s=2.0, join_s=2.0
     )
-    report = sender.send(Given(list(trainer.buckets()), freezing), 1, faulty.endpoints[:2])
+    report = sender.send(Given(list(trainer.buckets()), partial(freezing, faulty)), 1, faulty.endpoints[:2])
     for pid in faulty.trees[1]:
         os.kill(pid, signal.SIGCONT)
     assert report is not None

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megarl.core.errors import MegarlError, SyncError
+from megarl.models import all_gather
 from megarl.sync import memory
 from megarl.sync.memory import DeviceMemory, NodeMemory
 
@@ -105,6 +106,12 @@ class TalkingRanks:
         heard[:] = self._all(group, list(heard))[src]
 
 
+def talking(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    ranks = TalkingRanks(count)
+    for module in (memory, all_gather):
+        monkeypatch.setattr(module, "dist", ranks)
+
+
 class BrokenOn:
     """What some ranks cannot write."""
 
@@ -130,7 +137,7 @@ def test_every_rank_says_which_one_could_not_write_and_why(
     trouble: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever rank's error is heard first."""
-    monkeypatch.setattr(memory, "dist", TalkingRanks(3))
+    talking(monkeypatch, 3)
     why = str(trouble) if isinstance(trouble, MegarlError) else "ValueError: odd"
 
     def one(rank: int) -> Exception | None:
@@ -152,7 +159,7 @@ def test_every_rank_says_which_one_could_not_write_and_why(
 
 
 def test_every_rank_says_whose_device_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "dist", TalkingRanks(2))
+    talking(monkeypatch, 2)
 
     def make(num_bytes: int) -> OneDevice:
         if threading.current_thread().name.endswith("_1"):

@@ -19,7 +19,7 @@ import torch
 from megarl.core.errors import SyncError
 from megarl.core.janitor import SHARED_MEMORY
 from megarl.core.ports import free_port
-from megarl.sync import peer_memory
+from megarl.models import all_gather
 from megarl.sync.peer_memory import PeerMemory
 from megarl.sync.segments import Segment
 from tests.support.forked_ranks import Ranks
@@ -34,8 +34,7 @@ def together(
     monkeypatch: pytest.MonkeyPatch, made: Callable[[int], Any], act: Callable[[PeerMemory, int], Any]
 ) -> list[Any]:
     """What each of three ranks has of `act`. made: what a rank makes its memory with, and whether it is kept."""
-    ranks = TalkingRanks(3)
-    monkeypatch.setattr(peer_memory, "dist", ranks)
+    monkeypatch.setattr(all_gather, "dist", TalkingRanks(3))
 
     def one(rank: int) -> Any:
         control: Any = rank
