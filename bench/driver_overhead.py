@@ -115,7 +115,7 @@ class StubCollector:
     def generate(self, step: int, version: int) -> tuple[BatchInfo, ShardPlan, Block]:
         time.sleep(self._delay_s)
         tokens = self._samples * TOKENS_PER_SAMPLE
-        return BatchInfo(step, version, self._samples, self._samples, 1, 0, tokens, {}), self._plan, self._block
+        return BatchInfo(step, version, self._samples, self._samples, 0, tokens, {}), self._plan, self._block
 
     def advantages(self, step: int, *columns: FloatArray) -> tuple[None, FloatArray]:
         time.sleep(self._delay_s)

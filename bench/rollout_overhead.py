@@ -224,7 +224,7 @@ def main(
         train = folder / "data" / "train.jsonl"
         recipe = make_recipe(folder, train, prompts=prompts, samples=samples, tokens=tokens, steps=repeats + 1)
         everything = load_prompts(recipe.data.train, load_tokenizer(recipe.model.path), recipe.data)
-        chosen = PromptSet(everything.prompts[:prompts], everything.num_dropped, everything.longest_tokens)
+        chosen = PromptSet(everything.prompts[:prompts], everything.num_dropped)
         place = ProcessPlace(folder / "logs", KEY, temp=folder)
         spec = ServerSpec(recipe.model.path, "float32", kv_tokens=recipe.rollout.kv_tokens)
         server = ServerProcess("server 0", spec, get_platform(), place)

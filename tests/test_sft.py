@@ -40,7 +40,7 @@ class Recorder:
 
     @property
     def info(self) -> BatchInfo:
-        return BatchInfo(0, 0, 2, 1, 1, 10, 10, {"data/epoch": 0.0})
+        return BatchInfo(0, 0, 2, 1, 10, 10, {"data/epoch": 0.0})
 
     @property
     def mismatched(self) -> Any:

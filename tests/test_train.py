@@ -44,7 +44,7 @@ class Part:
 
     @property
     def info(self) -> BatchInfo:
-        return BatchInfo(0, 0, 2, 1, 1, 10, 10, {"reward/mean": 0.5}, self.generated[-1])
+        return BatchInfo(0, 0, 2, 1, 10, 10, {"reward/mean": 0.5}, self.generated[-1])
 
     def next(self, step: int, weight_version: int) -> Any:
         self.calls.append(("next", step, weight_version))

@@ -151,7 +151,7 @@ class StepCollector:
         recipe = step_recipe(folder, size)
         self._collector = Collector(
             recipe,
-            prompts=PromptSet(tuple(prompts), 0, PROMPT_TOKENS),
+            prompts=PromptSet(tuple(prompts), 0),
             eval_prompts=(),
             client=self._client,
             graders=Graders({"in turn": Weighted(InTurn(), 1.0, "in turn", 600.0)}),

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from megarl.algorithms.limits import MAX_REWARD
 from megarl.core.errors import MegarlError
+from megarl.core.words import shortened
 from megarl.data.answers import Answer
 
 # A chat message: `role` and `content`, both strings.
@@ -187,5 +188,4 @@ def _number(value: Any, who: str, what: str) -> None:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return f"{text[:120]}..." if len(text) > 120 else text
+    return shortened(repr(value), 120)

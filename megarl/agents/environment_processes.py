@@ -18,6 +18,7 @@ from typing import Any
 
 from megarl.agents.environment import EnvironmentBrokenError, EnvironmentFailedError, EpisodeRow, Response
 from megarl.agents.environment_wire import Answer, Call, Cancel
+from megarl.core.end_signals import ending_of
 from megarl.core.log import get_logger
 from megarl.recipe.agent import Agent
 from megarl.rewards.worker import HEADER, frame
@@ -51,7 +52,7 @@ class EnvironmentProcesses:
             found = self._workers[index]
             if found is None or found.ended:
                 if found is not None:
-                    log.warning("an environments' process ended %s; another is started", found.ended)
+                    log.warning("an environments' process ended: %s; another is started", found.ended)
                     await found.close()
                 found = self._workers[index] = await _Process.start(self._arguments)
             return found
@@ -157,7 +158,7 @@ class _Process:
         Raises EnvironmentBrokenError where the process has ended, EnvironmentFailedError where the method raised.
         """
         if self.ended:
-            raise EnvironmentBrokenError(f"its process ended {self.ended}")
+            raise EnvironmentBrokenError(f"its process ended: {self.ended}")
         number = self.number()
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._writer.write(frame(Call(number, environment, method, arguments, values)))
@@ -197,11 +198,10 @@ class _Process:
             waiting = self._waiting.get(answer.number)
             if waiting is not None and not waiting.done():
                 waiting.set_result(answer)
-        code = await ended
-        self.ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        self.ended = ending_of(await ended)
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(EnvironmentBrokenError(f"its process ended {self.ended}"))
+                waiting.set_exception(EnvironmentBrokenError(f"its process ended: {self.ended}"))
 
 
 async def _read(reader: asyncio.StreamReader) -> Answer | None:

@@ -9,7 +9,6 @@ import asyncio
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from megarl.agents.environment import Done, EnvironmentBrokenError, EnvironmentFailedError, ToolResult, check_result
@@ -18,6 +17,7 @@ from megarl.agents.loading import METHODS, REWARD, SHARE, environment_class
 from megarl.agents.patience import within
 from megarl.agents.tools import AnyTool, Signature, apart, as_given
 from megarl.core.errors import UserError
+from megarl.core.words import did_you_mean
 from megarl.recipe.agent import Agent
 
 KEY = "agent.environment_tools"
@@ -85,8 +85,7 @@ def _signature(found: type[Any], name: str) -> Signature:
     function = inspect.getattr_static(found, name, None)
     if function is None:
         public = [each for each in dir(found) if callable(getattr(found, each)) and each[0] != "_" and each not in OWN]
-        near = get_close_matches(name, public, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, public, quoted=True)
         raise UserError(f"{where}: {found.__name__} has no such method.{hint} It has: {', '.join(public) or 'none'}.")
     if not inspect.isfunction(function) or not inspect.signature(function).parameters:
         raise UserError(

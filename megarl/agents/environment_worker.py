@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 from megarl.agents.environment import Environment
 from megarl.agents.environment_wire import Answer, Call, Cancel
 from megarl.agents.loading import Make, open_environment
-from megarl.agents.patience import MOST_TRACE, in_words
+from megarl.agents.patience import ENDS_ALL, MOST_TRACE, in_words
 from megarl.agents.tools import as_given
 from megarl.recipe.agent import Agent
 from megarl.rewards.worker import HEADER, frame
@@ -75,7 +75,7 @@ class _Home:
             given = getattr(self._environment, method)(*arguments, **(asked.values or {}))
             given = await given if inspect.isawaitable(given) else given
             return given if asked.values is None else as_given(given)
-        except (SystemExit, KeyboardInterrupt) as error:  # would end the thread
+        except ENDS_ALL as error:  # would end the thread
             raise RuntimeError(f"it exits ({error})") from error
 
 

@@ -17,7 +17,9 @@ import orjson
 
 from megarl.agents.environment import EnvironmentFailedError, EpisodeRow
 from megarl.core import janitor
+from megarl.core.end_signals import ending_of
 from megarl.core.log import get_logger
+from megarl.core.ray_env import without_ray
 from megarl.serving.process import GUARD
 
 log = get_logger(__name__)
@@ -40,12 +42,12 @@ async def run_command(command: Sequence[str], row: EpisodeRow, variables: Mappin
     reader, writer = os.pipe()
     reading = asyncio.create_task(output.read(reader))
     try:
-        process = await _start(command, row, {**_own_environment(), **variables, EPISODE_VARIABLE: mark}, writer)
+        process = await _start(command, row, {**without_ray(), **variables, EPISODE_VARIABLE: mark}, writer)
         code = await _ended(process, mark)
     finally:
         await _read_out(reading)
     if code:
-        raise EnvironmentFailedError(f"the harness ended {_how(code)}", output.text())
+        raise EnvironmentFailedError(f"the harness ended: {ending_of(code)}", output.text())
 
 
 def variables_of(url: str, key: str, model: str) -> dict[str, str]:
@@ -160,12 +162,3 @@ async def _read_out(reading: asyncio.Task[None]) -> None:
 def _signal(group: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
-
-
-def _own_environment() -> dict[str, str]:
-    """This process's, without what opens the run's own Ray."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-
-
-def _how(code: int) -> str:
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -18,6 +18,7 @@ from megarl.agents.environment import Done, Environment, EnvironmentFailedError,
 from megarl.agents.patience import within
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute, importable
+from megarl.core.words import did_you_mean
 from megarl.recipe.agent import Agent
 
 BUILT_IN: Mapping[str, str] = {
@@ -173,8 +174,7 @@ def _check_settings(found: type[Any], agent: Agent) -> None:
     where, names = f"of {agent.environment}", ", ".join(takes) or "none"
     for key in agent.settings:
         if key not in takes and not anything:
-            near = get_close_matches(key, takes, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(key, takes)
             raise UserError(f"agent.settings.{key}: there is no such setting {where}.{hint} Its settings: {names}.")
     try:
         signature.bind(**agent.settings)

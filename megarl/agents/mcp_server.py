@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shlex
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from megarl.agents.environment import EnvironmentFailedError
 from megarl.agents.patience import within
 from megarl.core.errors import UserError
 from megarl.core.log import get_logger
+from megarl.core.ray_env import without_ray
 from megarl.data.calls import parse_arguments
 
 if TYPE_CHECKING:
@@ -211,9 +211,8 @@ def _target(where: str) -> Any:
     if where.startswith(("http://", "https://")):
         return where
     program, *arguments = shlex.split(where)
-    # All of it, so that what belongs to this run is known by its mark; but not what opens the run's own Ray.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return StdioServerParameters(command=program, args=arguments, env=environment)
+    # All of it, so that what belongs to this run is known by its mark.
+    return StdioServerParameters(command=program, args=arguments, env=without_ray())
 
 
 def _gone(error: Exception) -> bool:

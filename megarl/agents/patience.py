@@ -14,7 +14,7 @@ T = TypeVar("T")
 GRACE_S = 1.0  # for a call that was cancelled to tidy up; one that does not end is left behind
 NEVER_S = 1e9  # for what counts its seconds by itself
 MOST_TRACE = 4000  # characters, the last ones
-ENDS_ALL = SystemExit | KeyboardInterrupt  # would end this process, whoever raises them
+ENDS_ALL = (SystemExit, KeyboardInterrupt)  # would end this process, whoever raises them
 
 
 async def within(call: Callable[[], Awaitable[T]], seconds: float, what: str) -> T:
@@ -23,7 +23,7 @@ async def within(call: Callable[[], Awaitable[T]], seconds: float, what: str) ->
     async def guarded() -> T:
         try:
             return await call()
-        except (SystemExit, KeyboardInterrupt) as error:  # would end this process
+        except ENDS_ALL as error:
             raise RuntimeError(f"it exits ({error})") from error
 
     task = asyncio.ensure_future(guarded())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt
+from megarl.core.words import did_you_mean, some
+from megarl.data.rows import field_of
 from megarl.recipe.agent import Agent
-from megarl.rewards.row_choice import ID, field_of
+from megarl.rewards.row_choice import ID
 
 MOST_SHOWN = 5  # values of rows in a message
 
@@ -38,8 +39,7 @@ def check_kinds(
     for row in played:
         kind = kind_of(key, row)
         if not isinstance(kind, str) or kind not in agent.environments:
-            near = get_close_matches(kind, names, n=1) if isinstance(kind, str) else []
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(kind, names, quoted=True)
             raise UserError(
                 f"{place(row)}: no environment is for this row: {key!r}, which agent.environment_key names, is {kind!r}, and in "
                 f"agent.environments are {', '.join(names)}.{hint} Name one in the row, add it "
@@ -48,8 +48,7 @@ def check_kinds(
     there = sorted({str(kind_of(key, row)) for row in rows})
     for name in () if part else names:
         if name not in there:
-            shown = ", ".join(there[:MOST_SHOWN]) + (" and others" if len(there) > MOST_SHOWN else "")
             raise UserError(
                 f"`agent.environments.{name}`: no row is for it: in {key!r}, which agent.environment_key names, they have "
-                f"{shown}. Correct the name, or remove it."
+                f"{some(there, MOST_SHOWN)}. Correct the name, or remove it."
             )

@@ -263,7 +263,7 @@ async def in_thread(call: Callable[[], Any]) -> Any:
             return  # nobody waits for it any more
         if error is not None:
             ended.set_exception(
-                RuntimeError(f"it exits ({error})") if isinstance(error, ENDS_ALL | StopIteration) else error
+                RuntimeError(f"it exits ({error})") if isinstance(error, (*ENDS_ALL, StopIteration)) else error
             )
         else:
             ended.set_result(result)
@@ -281,7 +281,7 @@ async def in_thread(call: Callable[[], Any]) -> Any:
     return await ended
 
 
-def _parameters(function: Callable[..., Any], where: str, skip: int = 0) -> type[BaseModel]:
+def _parameters(function: Callable[..., Any], where: str, skip: int) -> type[BaseModel]:
     """The function's parameters, but the first few, as a model. Raises UserError."""
     name = function.__name__
     try:

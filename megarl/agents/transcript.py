@@ -14,8 +14,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.core.types import FloatArray, Prompt, RoutingArray, Sample, Status, TokenArray, VersionSpan
-from megarl.data.blocks import UNKNOWN_EXPERT, laid
+from megarl.core.types import UNKNOWN_EXPERT, FloatArray, Prompt, RoutingArray, Sample, Status, TokenArray, VersionSpan
+from megarl.data.blocks import laid
 from megarl.rollout.pieces import join_routing
 from megarl.serving.answers import Generation
 

@@ -179,20 +179,11 @@ def distill_advantages(logprobs: Floats, teacher_logprobs: Floats, mask: Mask) -
     return result
 
 
-def explained_variance(values: Floats, returns: Floats, mask: Mask) -> float:
-    """1 - Var(returns - values) / Var(returns) over the mask: 1 is a perfect critic, 0 one that knows nothing.
+def explained_variance(residuals: Moments, returns: Moments) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 one that knows nothing.
 
-    values, returns: [T]. 0 where the returns do not vary: there is nothing to explain.
-    """
-    chosen = np.asarray(mask) != 0
-    target = returns[chosen].astype(np.float64)
-    return explained_share(moments(target - values[chosen]), moments(target))
-
-
-def explained_share(residuals: Moments, returns: Moments) -> float:
-    """The explained variance of moments, which may be merged from parts.
-
-    residuals: of returns - values. returns: of the returns. 0 where the returns do not vary.
+    residuals: of returns - values, returns: of the returns, both merged from parts where there are several. 0 where the returns
+    do not vary: there is nothing to explain.
     """
     return 0.0 if returns.are_equal or not returns.variance else 1 - residuals.variance / returns.variance
 

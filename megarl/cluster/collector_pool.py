@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -22,6 +22,8 @@ from megarl.cluster.services import RayDiedError
 from megarl.cluster.waits import WATCH_WAIT_S, Call, Waiter, Worker
 from megarl.core.errors import DeadlineError, GivenUpError, WorkerDiedError
 from megarl.core.log import get_logger
+
+T = TypeVar("T")
 
 log = get_logger(__name__)
 
@@ -36,13 +38,22 @@ class CollectorPool:
     waiter: Waiter
     start: Callable[[int], Worker]
     _deaths: int = 0
-    _told: int = 0  # deaths that `replaced` has told of
+    _told: int = 0  # deaths that `_replaced` has told of
 
     def __post_init__(self) -> None:
         for owner in range(len(self.workers)):
             self._watch(owner)
 
-    def replaced(self, error: WorkerDiedError) -> bool:
+    def asked(self, ask: Callable[[], T]) -> T:
+        """What `ask` gives: asked again where a collector died of which it needs something, and is replaced."""
+        while True:
+            try:
+                return ask()
+            except WorkerDiedError as error:
+                if not self._replaced(error):
+                    raise
+
+    def _replaced(self, error: WorkerDiedError) -> bool:
         """Whether this came of the death of a collector that is replaced, so that it is worth asking again."""
         if isinstance(error, (GivenUpError, RayDiedError)):
             return False

@@ -11,10 +11,7 @@ from ray.exceptions import RayActorError
 from megarl.cluster.process import ProcessFacts
 from megarl.core.process_state import stopped
 from megarl.recipe.run import Deadlines
-from megarl.serving.vigil import Vigil
-
-LOOK_S = 2.0  # between two looks at whether the process is stopped
-ASK_S = 30.0  # most seconds between two questions whether it answers
+from megarl.serving.vigil import LOOK_S, Vigil
 
 
 @dataclass(frozen=True)
@@ -39,17 +36,16 @@ async def until_silent(handle: Any, deadlines: Deadlines, address: str, look_s: 
     if facts is None:
         return await _never()
     vigil, clock = Vigil(deadlines.answer_s), asyncio.get_running_loop().time
-    every = min(ASK_S, deadlines.answer_s / 4)
     at = clock()
     while True:
         await asyncio.wait([asked], timeout=look_s) if not asked.done() else await asyncio.sleep(look_s)
         if asked.done() and asked.result() is None:
             return await _never()
         frozen = stopped(facts.pid) if facts.address == address else None
-        trouble = vigil.saw([frozen] if frozen else []) or vigil.heard(asked.done() or clock() - at < every)
+        trouble = vigil.saw([frozen] if frozen else []) or vigil.heard(asked.done() or clock() - at < vigil.ask_every_s)
         if trouble:
             return Silent(facts, trouble)
-        if asked.done() and clock() - at >= every:
+        if asked.done() and clock() - at >= vigil.ask_every_s:
             asked, at = _ask(handle), clock()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -26,8 +26,6 @@ from megarl.rollout.replayed import ReplayCollector
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.verify import probe_servers, probe_shard, split_column, verify
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import ray
 
 from megarl.cluster.process import ProcessSpec, configure_process
 from megarl.cluster.runtime import Runtime
-from megarl.cluster.server_actors import ASK_S, HEALTH_S, LOOK_S, ServerCalls, Started
-from megarl.cluster.server_start import UNKNOWN
+from megarl.cluster.server_actors import HEALTH_S, ServerCalls, Started
 from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Worker
 from megarl.core.errors import DeadlineError, MegarlError
@@ -22,7 +21,7 @@ from megarl.core.log import get_logger
 from megarl.serving.answers import split_label
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.external import ExternalPool, ModelFacts, check_run, suited
-from megarl.serving.vigil import Vigil
+from megarl.serving.vigil import LOOK_S, Vigil
 
 log = get_logger(__name__)
 
@@ -73,7 +72,7 @@ class ExternalActor(ServerCalls):
                 heard = time.monotonic()
             elif time.monotonic() - heard >= GONE_S:
                 return f"Nobody listens at {self._endpoint.url} any more: {nobody}"
-            if time.monotonic() - asked >= min(ASK_S, self._answer_s / 4):
+            if time.monotonic() - asked >= vigil.ask_every_s:
                 async with ServerClient(self._endpoint) as client:
                     answers = None if self._paused else await client.health(HEALTH_S)
                 # One that was paused meanwhile lets even this question wait.
@@ -163,4 +162,4 @@ class Found:
         process = runtime.process(f"{self.kind} {index}")
         actor = ray.remote(ExternalActor).options(**slot_on(runtime.here).options)
         handle = actor.remote(process, self.pool.endpoints[index], self.pool.expected, self.answer_s)
-        return (Worker(handle, process, UNKNOWN),)
+        return (Worker(handle, process),)

@@ -72,7 +72,6 @@ class FeederActor:
             weight_version=0,
             num_samples=len(texts),
             num_groups=len(rows),
-            num_mini_batches=1,
             prompt_tokens=tokens - trained,
             response_tokens=trained,
             metrics=metrics,
@@ -107,7 +106,7 @@ class Feeder:
         """Start the process and read all rows."""
         spec = runtime.process("feeder")
         handle = ray.remote(FeederActor).options(**slot_on(runtime.here).options).remote(spec, recipe, num_shards)
-        worker = Worker(handle, spec, ProcessFacts(0, "?"))
+        worker = Worker(handle, spec)
         facts = waiter.wait(
             [Call(worker, handle.facts.remote())], phase="start", role="feeder", deadline_s=recipe.deadlines.start_s
         )[0]

@@ -32,22 +32,25 @@ class ProcessSpec:
     @property
     def log(self) -> Path:
         """Everything that the process prints."""
-        return self.logs / f"{self.name.replace(' ', '_')}.log"
+        return self._file(".log")
 
     @property
     def progress(self) -> Path:
         """How far its operation is (core/progress.py)."""
-        return self.logs / f"{self.name.replace(' ', '_')}{SUFFIX}"
+        return self._file(SUFFIX)
 
     @property
     def collectives(self) -> Path:
         """Where a rank's last collectives go when they are asked for (training/collectives.py)."""
-        return self.logs / f"{self.name.replace(' ', '_')}.collectives"
+        return self._file(".collectives")
 
     @property
     def stack(self) -> Path:
         """Where the stacks go when they are asked for."""
-        return self.logs / f"{self.name.replace(' ', '_')}.stack"
+        return self._file(".stack")
+
+    def _file(self, suffix: str) -> Path:
+        return self.logs / f"{self.name.replace(' ', '_')}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ class ProcessFacts:
     host: str
     address: str = LOOPBACK
     started: int = 0
+
+
+UNKNOWN = ProcessFacts(0, "?")  # of a process that has not said it yet
 
 
 def configure_process(spec: ProcessSpec) -> ProcessFacts:

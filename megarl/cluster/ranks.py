@@ -266,7 +266,7 @@ class RankGroup:
             spec = runtime.process(f"{pool} {rank}", slot.node)
             actor = ray.remote(RankActor).options(**slot.options)
             handle = actor.remote(spec, rank, len(slots), runtime.platform.name, seed, threads)
-            starting.append(Worker(handle, spec, ProcessFacts(0, "?")))
+            starting.append(Worker(handle, spec))
         calls = [Call(worker, worker.handle.facts.remote()) for worker in starting]
 
         def with_facts(facts: list[ProcessFacts]) -> tuple[Worker, ...]:

@@ -18,13 +18,12 @@ from megarl.cluster.collector_pool import CollectorPool
 from megarl.cluster.collectors import CollectorActor
 from megarl.cluster.coordinator import CoordinatorActor
 from megarl.cluster.healing import Restarts
-from megarl.cluster.process import ProcessFacts
 from megarl.cluster.roles import Batch, ColumnRefs
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.servers import MARGIN_S
 from megarl.cluster.slots import slot_on
 from megarl.cluster.waits import Call, Waiter, Worker
-from megarl.core.errors import CoordinatorDiedError, MegarlError, WorkerDiedError
+from megarl.core.errors import CoordinatorDiedError, MegarlError
 from megarl.core.log import get_logger
 from megarl.core.log_tail import own_words
 from megarl.core.types import BatchInfo
@@ -36,7 +35,6 @@ from megarl.rollout.local_advantages import READ, column_names
 
 log = get_logger(__name__)
 
-UNKNOWN = ProcessFacts(0, "?")
 # What one collector's core can read, grade and pack beside asking: docs/rollout.md.
 SERVERS_A_COLLECTOR = 32
 END_S = 60.0  # for a collector to end episodes under way, environments, tools and graders, each of which has a deadline
@@ -69,12 +67,7 @@ class Samples:
 
     def next(self, step: int, weight_version: int) -> Batch:
         """One step's samples. A collector that dies is replaced, and the step made of what is left and what is made anew."""
-        while True:
-            try:
-                return self._next(step, weight_version, self.recipe.deadlines.rollout_s)
-            except WorkerDiedError as error:
-                if not self.collectors.replaced(error):
-                    raise
+        return self.collectors.asked(lambda: self._next(step, weight_version, self.recipe.deadlines.rollout_s))
 
     def _next(self, step: int, weight_version: int, deadline_s: float) -> Batch:
         # One that dies meanwhile takes what the step has of it along: who comes in its place has nothing to hand over.
@@ -105,12 +98,7 @@ class Samples:
         if not made:
             return Learnable({}, {})  # the loss asks the roles alone
         columns = {name: column for name, column in columns.items() if name in READ}
-        while True:
-            try:
-                return self._advantages(batch, columns, made)
-            except WorkerDiedError as error:
-                if not self.collectors.replaced(error):
-                    raise
+        return self.collectors.asked(lambda: self._advantages(batch, columns, made))
 
     def _advantages(self, batch: Batch, columns: dict[str, ColumnRefs], made: tuple[str, ...]) -> Learnable:
         deadline_s, owners, shards = self.recipe.deadlines.train_s, len(self.collectors.workers), self.num_shards
@@ -242,12 +230,12 @@ class LaunchingSamples:
             node = nodes[owner % len(nodes)] if count > 1 else runtime.here
             spec = runtime.process("collector" if count == 1 else f"collector {owner}", node)
             actor = ray.remote(CollectorActor).options(**slot_on(node).options)
-            return Worker(actor.remote(spec, recipe, endpoint, count, replay), spec, UNKNOWN)
+            return Worker(actor.remote(spec, recipe, endpoint, count, replay), spec)
 
         collectors = [start(owner) for owner in range(count)]
         spec = runtime.process("coordinator")
         actor = ray.remote(CoordinatorActor).options(**slot_on(runtime.here).options)
-        coordinator = Worker(actor.remote(spec, recipe, num_shards, beside, replay), spec, UNKNOWN)
+        coordinator = Worker(actor.remote(spec, recipe, num_shards, beside, replay), spec)
         starts = [Call(worker, worker.handle.facts.remote()) for worker in (coordinator, *collectors)]
         starts += [Call(worker, worker.handle.start.remote()) for worker in collectors]
         return cls(coordinator, collectors, starts, waiter, recipe, num_shards, start)

@@ -19,14 +19,12 @@ from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import ManagedProcess, process_tree
 from megarl.serving.router import RouterProcess, RouterSpec
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
-from megarl.serving.vigil import Vigil
+from megarl.serving.vigil import LOOK_S, Vigil
 from megarl.sync.fetch import Fetched, Fetcher, Order
 
 if TYPE_CHECKING:
     from megarl.recipe.roles import ServerPart  # recipes take a moment to load, and these processes have none
 
-LOOK_S = 2.0  # between two looks at whether a process stands still
-ASK_S = 30.0  # most seconds between two questions whether it answers
 REGISTER_S = 0.2  # between two looks at the shared memory of a process that starts
 ENDING_S = 1.0  # a router that has broken off is given to end
 HEALTH_S = 20.0  # longest wait for one such answer
@@ -123,7 +121,7 @@ class _Supervisor:
             if self._watcher is not vigil:
                 return "somebody else watches"
             trouble = vigil.saw(await asyncio.to_thread(self._stopped))
-            if not trouble and time.monotonic() - asked >= min(ASK_S, self._answer_s / 4):
+            if not trouble and time.monotonic() - asked >= vigil.ask_every_s:
                 answers = await asyncio.to_thread(self._process.works, HEALTH_S) if self._expected() else None
                 trouble, asked = vigil.heard(answers if self._expected() else None), time.monotonic()
             if trouble:

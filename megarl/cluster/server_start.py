@@ -9,7 +9,7 @@ from typing import Protocol
 import ray
 
 from megarl.cluster.nodes import Node
-from megarl.cluster.process import LOOPBACK, ProcessFacts
+from megarl.cluster.process import LOOPBACK
 from megarl.cluster.runtime import Runtime
 from megarl.cluster.server_actors import RouterActor, ServerActor
 from megarl.cluster.slots import ServerSlot, slot_on
@@ -17,8 +17,6 @@ from megarl.cluster.waits import Worker
 from megarl.core.janitor import RUN_ID_VARIABLE
 from megarl.serving.router import RouterSpec
 from megarl.serving.server import ProcessPlace, ServerSpec, Span
-
-UNKNOWN = ProcessFacts(0, "?")
 
 
 class Source(Protocol):
@@ -107,7 +105,7 @@ class Launched:
             actor = ray.remote(ServerActor).options(**part.options)
             registry, platform = part.node.registry, runtime.platform.name
             handle = actor.remote(process, registry, own, platform, place, self.answer_s)
-            workers.append(Worker(handle, process, UNKNOWN))
+            workers.append(Worker(handle, process))
         return tuple(workers)
 
 
@@ -127,7 +125,7 @@ class Starter:
         actor = ray.remote(RouterActor).options(**slot_on(here).options)
         spec = replace(self.router_spec, port=port)
         place = place_on(self.runtime, here, self.source.api_key, direct=self.source.direct)
-        return Worker(actor.remote(process, here.registry, spec, place, self.answer_s), process, UNKNOWN)
+        return Worker(actor.remote(process, here.registry, spec, place, self.answer_s), process)
 
     def end(self, worker: Worker) -> None:
         """End an actor whose process has ended: what it holds of its slot is free then."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ray._private import parameter
 
+from megarl.core import janitor
 from megarl.core.errors import WorkerDiedError
 
 ROLES = {
@@ -52,14 +53,12 @@ class Services:
         """Those of a node of Ray's, which is to be this machine. node: Ray's name for it."""
         marks = {f"--node_id={node}", f"--node-id={node}"}
         found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
+        for pid in janitor.everybody():
             try:
-                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
                 name = words[0].rpartition("/")[2]
                 if name in ROLES and marks.intersection(words):
-                    found.append(Service(name, int(entry.name), os.pidfd_open(int(entry.name))))
+                    found.append(Service(name, pid, os.pidfd_open(pid)))
             except OSError:
                 continue  # it ended meanwhile, or it is another user's
         return cls(found)

@@ -17,7 +17,7 @@ from megarl.cluster.checks import BrokenLinkError, check_links, describe_links, 
 from megarl.cluster.deaths import Deaths
 from megarl.cluster.look import collectives_of, stacks_of
 from megarl.cluster.nodes import Nodes
-from megarl.cluster.process import ProcessFacts, ProcessSpec
+from megarl.cluster.process import UNKNOWN, ProcessFacts, ProcessSpec
 from megarl.cluster.services import RayDiedError
 from megarl.core.errors import DeadlineError, MegarlError, UserError, WorkerDiedError
 from megarl.core.log import get_logger
@@ -42,7 +42,7 @@ class Worker:
 
     handle: Any
     spec: ProcessSpec
-    facts: ProcessFacts
+    facts: ProcessFacts = UNKNOWN
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarl.cluster.ranks import RankGroup
 from megarl.cluster.rollout import CACHE, RolloutPool
-from megarl.core.errors import MegarlError, SyncError, WorkerDiedError
+from megarl.core.errors import MegarlError, SyncError
 from megarl.core.layout import Layout
 from megarl.core.log import get_logger
 from megarl.recipe.roles import ServerPart
@@ -219,12 +219,7 @@ class WeightSync:
 
         A collector asks them; where it dies, the one in its place does.
         """
-        while True:
-            try:
-                return self._verify(weight_version)
-            except WorkerDiedError as error:
-                if not self.rollout.collectors.replaced(error):
-                    raise
+        return self.rollout.collectors.asked(lambda: self._verify(weight_version))
 
     def _verify(self, weight_version: int) -> dict[str, float]:
         plan, block = self.rollout.probe()

@@ -236,7 +236,6 @@ class BatchInfo:
     weight_version: int
     num_samples: int
     num_groups: int
-    num_mini_batches: int
     prompt_tokens: int
     response_tokens: int
     metrics: dict[str, float]

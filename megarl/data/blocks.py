@@ -19,9 +19,6 @@ from megarl.core.types import RECORD_BYTES, Block, FloatArray, IntArray, Record,
 if TYPE_CHECKING:
     from megarl.data.sft import Demonstration  # ranks have blocks, and read no rows
 
-# An expert that nobody chose: the routing of a token that is not known.
-UNKNOWN_EXPERT = -1
-
 
 def memory_of(
     tokens: Sequence[NDArray[np.integer[Any]]],

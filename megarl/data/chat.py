@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -22,6 +21,7 @@ from megarl.core.json_file import read_object
 from megarl.core.loading import as_if_missing, distributions_as_asked, without_collection
 from megarl.core.transformers_models import models_as_remembered
 from megarl.core.types import TokenArray
+from megarl.core.words import did_you_mean
 from megarl.data.calls import CALLS, parsed_calls, with_arguments_as_text
 from megarl.data.rows import Row, json_type
 
@@ -35,6 +35,7 @@ TOOLS = "tools"  # of a row
 BLANKS = ("\u2581", "\u0120")  # how SentencePiece writes one, and byte-level BPE
 LINE = "\n"
 _THOUGHTS = re.compile(r"</?think>")  # that templates open, or leave empty, where the assistant begins
+QUESTION: Message = {"role": "user", "content": "1+1"}  # that templates are tried with
 REASON_CHARACTERS = 400  # of what transformers says
 TEMPLATE_KEY = "data.chat_template_kwargs"
 # What transformers gives a template beside its own arguments.
@@ -85,8 +86,7 @@ def _check_template_kwargs(folder: Path, tokenizer: Tokenizer, given: Mapping[st
                 f"{TEMPLATE_KEY}.{name}: this is not the recipe's to give: megarl or transformers does. Remove it."
             )
         if not re.search(rf"\b{re.escape(name)}\b", template):
-            near = get_close_matches(name, set(re.findall(r"[A-Za-z_]\w*", template)) - own, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, set(re.findall(r"[A-Za-z_]\w*", template)) - own)
             raise UserError(
                 f"{TEMPLATE_KEY}.{name}: the chat template of {folder} does not read that name.{hint} Correct or remove it."
             )
@@ -228,8 +228,7 @@ def apply_template(
     for number, message in enumerate(messages, 1):
         role = message["role"]
         if role not in ROLES and role not in str(tokenizer.chat_template):
-            near = get_close_matches(role, ROLES, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(role, ROLES, quoted=True)
             raise TemplateRefusalError(
                 f"message {number}: there is no role {role!r}.{hint} Roles are {', '.join(ROLES)}, and those "
                 "that the model's chat template names."
@@ -266,7 +265,7 @@ def _closing(tokenizer: Tokenizer, text: str, messages: Sequence[Message], shown
     if not any(token.special and said.endswith(token.content) for token in tokenizer.added_tokens_decoder.values()):
         return ""
     last = max((at for at, each in enumerate(messages, 1) if each["role"] != "assistant"), default=0)
-    for asked in ([{"role": "user", "content": "1+1"}], list(messages[:last])):
+    for asked in ([QUESTION], list(messages[:last])):
         try:
             closed, opened = (str(shown(asked, add_generation_prompt=each)) for each in (False, True))
         except Exception:  # as templates do that want a system message: what these messages begin with, has one
@@ -279,9 +278,8 @@ def turn_mark(tokenizer: Tokenizer) -> str:
     """What the chat template opens the assistant's turn with, where a special token is in it; else empty."""
     if not has_chat_template(tokenizer):
         return ""
-    asked = [{"role": "user", "content": "1+1"}]
     try:
-        before, opened = (apply_template(tokenizer, asked, generation_prompt=each) for each in (False, True))
+        before, opened = (apply_template(tokenizer, [QUESTION], generation_prompt=each) for each in (False, True))
     except TemplateRefusalError:  # told of with the rows
         return ""
     mark = _THOUGHTS.sub("", opened.removeprefix(before)).strip() if opened.startswith(before) else ""
@@ -294,7 +292,7 @@ def behind_turn(tokenizer: Tokenizer) -> TokenArray | None:
     if not has_chat_template(tokenizer):
         return None
     said = "what-the-assistant-said"
-    asked = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": said}]
+    asked = [QUESTION, {"role": "assistant", "content": said}]
     try:
         text = apply_template(tokenizer, asked, generation_prompt=False)
     except TemplateRefusalError:  # told of with the rows

@@ -6,14 +6,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.core.words import shortened
+from megarl.data.answers import THINKING
 from megarl.data.calls import CALLS
 from megarl.data.chat import Message
 from megarl.data.rows import Row
 
-# What reasoning stands under in a message, by its writer; and what ends it within the content: of Qwen, DeepSeek, GLM and
-# others; of Mistral.
+# What reasoning stands under in a message, by its writer; and what ends it within the content.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-CLOSES = ("</think>", "[/THINK]")
+CLOSES = tuple(ends for _, ends in THINKING)
+SHOWN = 60  # characters of what a message says
 INSTEAD = "something-else"  # is said in the place of a part, or beside it
 Shown = Callable[[Sequence[Message]], str]
 Part = tuple[str, object, Message]  # what to call it, what is said, and the message that says something else
@@ -106,6 +108,5 @@ def _another(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"id": INSTEAD, "function": function} if "function" in call else function | {"id": INSTEAD}
 
 
-def _short(said: object, most: int = 60) -> str:
-    text = said if isinstance(said, str) else repr(said)
-    return repr(text if len(text) <= most else f"{text[:most]}...")
+def _short(said: object) -> str:
+    return repr(shortened(said if isinstance(said, str) else repr(said), SHOWN))

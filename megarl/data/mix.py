@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 
 import numpy as np
 
 from megarl.core.errors import UserError
 from megarl.core.types import IntArray, Prompt
+from megarl.core.words import did_you_mean
 from megarl.data.cursor import Cursor
 from megarl.data.digests import NO_DIGESTS, Digester, Digests
 from megarl.recipe.schema import Data
@@ -34,8 +34,7 @@ def named_rows(rows: Iterable[tuple[str, object]], data: Data | RowData) -> dict
     found: dict[str, list[int]] = {name: [] for name in data.mix}
     for index, (row, name) in enumerate(rows):
         if not isinstance(name, str) or name not in found:
-            near = get_close_matches(str(name), found, n=1)
-            hint = f" Did you mean {near[0]!r} there?" if near else ""
+            hint = did_you_mean(str(name), found, quoted=True)
             raise UserError(
                 f"{row}: its field {data.mix_key!r}, which data.mix_key names, is {name!r}, and data.mix has the sets "
                 f"{', '.join(map(repr, found))}.{hint} Give the set a share in data.mix (0 leaves its rows out)."

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megarl.algorithms.reduce import Reduction
 from megarl.core.types import (
+    UNKNOWN_EXPERT,
     Block,
     Column,
     FloatArray,
@@ -33,7 +34,7 @@ from megarl.core.types import (
     Shard,
     ShardPlan,
 )
-from megarl.data.blocks import UNKNOWN_EXPERT, joined, sample_block
+from megarl.data.blocks import joined, sample_block
 from megarl.data.deal import Dealt, deal_step
 
 FILLER_INDEX = -1  # the `sample_index` of a filler's only sequence

@@ -32,6 +32,7 @@ from megarl.data.chat import (
 )
 from megarl.data.digests import TEMPLATE, Digester
 from megarl.data.heard import Hearing
+from megarl.data.row_set import ROWS_PER_BATCH, count_rows
 from megarl.data.rows import Row, json_type, read_rows
 from megarl.recipe.schema import PROMPT_PLACE, Data
 
@@ -44,9 +45,6 @@ MESSAGES_KEY = "prompt_messages"
 # A row may bound its own response, below rollout.max_response_tokens.
 BOUND_KEY = "max_response_tokens"
 
-# Enough rows at once to keep the tokenizer's threads busy.
-ROWS_PER_BATCH = 1024
-
 
 @dataclass(frozen=True)
 class PromptSet:
@@ -54,7 +52,6 @@ class PromptSet:
 
     prompts: tuple[Prompt, ...]
     num_dropped: int  # over the length limit
-    longest_tokens: int  # of those kept
 
     @property
     def without_answer(self) -> tuple[Prompt, ...]:
@@ -124,16 +121,12 @@ def parse_row(row: Row, data: Data, *, answered: bool = True) -> PromptRow:
     return PromptRow(row, _framed(prompt, data), answer, metadata, bound)
 
 
-def check_rows(path: Path, data: Data, limit: int | None = None, *, answered: bool = True) -> int:
-    """Check the rows of a file, or the first `limit`, without a tokenizer; returns how many were checked.
+def check_rows(path: Path, data: Data, *, answered: bool = True) -> int:
+    """Check the rows of a file without a tokenizer; returns how many there are.
 
     Raises UserError for the first row that is wrong.
     """
-    count = 0
-    for row in islice(read_rows(path), limit):
-        parse_row(row, data, answered=answered)
-        count += 1
-    return count
+    return count_rows(path, partial(parse_row, data=data, answered=answered))
 
 
 def load_prompts(path: Path, tokenizer: Tokenizer, data: Data, *, answered: bool = True) -> PromptSet:
@@ -163,7 +156,7 @@ def load_prompts(path: Path, tokenizer: Tokenizer, data: Data, *, answered: bool
             f"{path}: all {num_dropped} prompts are over data.max_prompt_tokens={data.max_prompt_tokens}. "
             "Raise the limit."
         )
-    return PromptSet(tuple(prompts), num_dropped, max(len(prompt.token_ids) for prompt in prompts))
+    return PromptSet(tuple(prompts), num_dropped)
 
 
 def _check_prompt_type(prompt: object, row: Row, key: str) -> list[Message]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from megarl.core.errors import UserError
 from megarl.data.cursor import Cursor
-from megarl.data.digests import NO_DIGESTS, Digester, Digests
+from megarl.data.digests import Digester, Digests
 from megarl.data.mix import MixedCursor, RowsBySet
 from megarl.data.rows import Row, read_rows
 
@@ -67,17 +67,9 @@ def load_rows(
                 kept.append(row)
                 set_names.append(set_of(parsed))
                 digester.add(texts(parsed))
-    found = kept_rows(path, kept, num_rows - len(kept), max_tokens, digester.digests())
-    return replace(found, set_names=tuple(set_names))
-
-
-def kept_rows(
-    path: Path, rows: Sequence[T], num_dropped: int, max_tokens: int, digests: Digests = NO_DIGESTS
-) -> RowSet[T]:
-    """The rows that are left. Raises UserError where none is."""
-    if not rows:
-        raise UserError(f"{path}: all {num_dropped} rows are over data.max_tokens={max_tokens}. Raise the limit.")
-    return RowSet(tuple(rows), num_dropped, dict(digests))
+    if not kept:
+        raise UserError(f"{path}: all {num_rows} rows are over data.max_tokens={max_tokens}. Raise the limit.")
+    return RowSet(tuple(kept), num_rows - len(kept), digester.digests(), tuple(set_names))
 
 
 class RowSource(Generic[T]):

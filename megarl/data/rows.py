@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from glob import escape
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
+from megarl.core.words import did_you_mean, nearest_beside
 from megarl.hub.names import address
 
 if TYPE_CHECKING:
@@ -47,14 +47,14 @@ class Row:
 
     def has(self, key: str) -> bool:
         """Whether the field is there and not null; `a.b` reaches into the object `a`."""
-        return self._find(key) is not None
+        return field_of(self.fields, key) is not None
 
     def get(self, key: str, purpose: str) -> Any:
         """The field's value; `a.b` reaches into the object `a`.
 
         purpose: which recipe key or role asks, for the message. Raises UserError where the field is missing or null.
         """
-        value = self._find(key)
+        value = field_of(self.fields, key)
         if value is None:
             raise self.missing(key, purpose)
         return value
@@ -65,9 +65,8 @@ class Row:
             return UserError(
                 f"{self.where}: the field {key!r} ({purpose}) is null. Give it a value, or leave the row out."
             )
-        near = get_close_matches(key, self.fields, n=1)
         there = ", ".join(sorted(map(repr, self.fields))) or "none"
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(key, self.fields, quoted=True)
         return UserError(
             f"{self.where}: there is no field {key!r} ({purpose}). Fields of this row: {there}.{hint} "
             f"Rename the field, or name the right one in the recipe."
@@ -80,15 +79,15 @@ class Row:
         """
         return _without_nulls(value) if self.path.suffix in PARQUET_SUFFIXES else value
 
-    def _find(self, key: str) -> Any:
-        if key in self.fields:
-            return self.fields[key]
-        value: Any = self.fields
-        for part in key.split("."):
-            if not isinstance(value, dict):
-                return None
-            value = value.get(part)
-        return value
+
+def field_of(fields: Mapping[str, Any], name: str) -> Any:
+    """The value of a row's field, dots into objects; None where there is none."""
+    if name in fields:
+        return fields[name]
+    value: Any = fields
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def data_files(path: Path) -> list[Path]:
@@ -111,7 +110,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises UserError, naming file and line: file missing, unknown kind, malformed, not an object, or no rows at all.
     """
     if path.is_dir():
-        inside = sorted(name for name in _names(path) if Path(name).suffix in (*JSONL_SUFFIXES, *PARQUET_SUFFIXES))
+        inside = sorted(each.name for each in path.iterdir() if each.suffix in (*JSONL_SUFFIXES, *PARQUET_SUFFIXES))
         hint = f" Did you mean {path / inside[0]}?" if inside else ""
         raise UserError(f"{path} is a folder, where a data file is wanted.{hint} Correct the path in the recipe.")
     if path.suffix not in (*JSONL_SUFFIXES, *PARQUET_SUFFIXES):
@@ -126,8 +125,8 @@ def read_rows(path: Path) -> Iterator[Row]:
             raise UserError(f"{url} is an address. Download the file and give its path, or name a data set on the hub.")
         if os.path.lexists(path):
             there = "it is a link that leads nowhere" if path.is_symlink() else "it is no regular file"
-        near = get_close_matches(path.name, set(_names(path.parent)) - {path.name}, n=1)
-        hint = f" Did you mean {path.parent / near[0]}?" if near else ""
+        near = nearest_beside(path)
+        hint = f" Did you mean {near}?" if near else ""
         raise UserError(f"{path}: there is no such data file ({there}).{hint} Correct the path in the recipe.")
     read = _read_parquet if path.suffix in PARQUET_SUFFIXES else _read_jsonl
     rows = chain.from_iterable(map(read, files))
@@ -141,10 +140,6 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 def _is_there(folder: Path) -> str:
     return "exists" if folder.is_dir() else "does not exist either"
-
-
-def _names(folder: Path) -> list[str]:
-    return [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

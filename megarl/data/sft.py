@@ -20,6 +20,7 @@ from megarl.core.errors import UserError
 from megarl.core.types import TokenArray
 from megarl.data.calls import CALLS
 from megarl.data.chat import (
+    QUESTION,
     Message,
     Tokenizer,
     behind_turn,
@@ -355,10 +356,9 @@ def _behind_a_question(answer: Message, before: str, whole: str, shown: Callable
     gpt-oss' and Kimi-K2-Thinking's show the reasoning before a call of a tool until an answer follows: the model wrote that
     answer behind what it saw until then. before: that, up to where the turn begins. whole: with the turn.
     """
-    asked = {"role": "user", "content": "1+1"}
     try:
-        told, opened = (shown([asked], generation_prompt=each) for each in (False, True))
-        said = shown([asked, answer], generation_prompt=False)
+        told, opened = (shown([QUESTION], generation_prompt=each) for each in (False, True))
+        said = shown([QUESTION, answer], generation_prompt=False)
     except UserError:  # the template wants more before an answer
         return ""
     learned = said.removeprefix(opened)

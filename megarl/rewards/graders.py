@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
+from megarl.core.end_signals import ending_of
 from megarl.core.errors import MegarlError, UserError, WorkerDiedError
 from megarl.rewards.grade import Grade, Item, failed
 from megarl.rewards.patience import Patience, UnderWay
@@ -80,9 +81,7 @@ class _Worker(asyncio.SubprocessProtocol):
     def ending(self) -> str:
         """How the process ended, for messages."""
         code = self._transport.get_returncode() if self._transport else None
-        if code is None:
-            return "its pipe closed"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return "its pipe closed" if code is None else ending_of(code)
 
     @property
     def killed(self) -> bool:

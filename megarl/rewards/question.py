@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import jinja2
 from jinja2 import meta
 
 from megarl.core.errors import UserError
+from megarl.core.words import did_you_mean
 from megarl.recipe.reward import JSON_FIELD
 from megarl.rewards.grade import Grade, failed, number
 from megarl.rewards.resolve import OPTIONAL, PARAMETERS
@@ -64,11 +64,9 @@ def compile_template(text: str | None, key: str) -> Callable[..., str]:
     except jinja2.TemplateError as error:
         raise UserError(f"`{key}`: this is no Jinja template: {error}. Correct it, or remove the key.") from None
     for name in sorted(used - set(VARIABLES)):
-        near = difflib.get_close_matches(name, VARIABLES, n=1)
         raise UserError(
-            f"`{key}`: there is no variable {name!r}."
-            + (f" Did you mean {near[0]!r}?" if near else "")
-            + f" There are {', '.join(VARIABLES)}."
+            f"`{key}`: there is no variable {name!r}.{did_you_mean(name, VARIABLES, quoted=True)} There are "
+            f"{', '.join(VARIABLES)}."
         )
     return template.render
 

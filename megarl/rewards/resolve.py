@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
+from megarl.core.words import did_you_mean
 
 # Called with the keywords of PARAMETERS, and those of OPTIONAL that it names. It should return a number; only calling it tells.
 RewardFn = Callable[..., Any]
@@ -31,8 +31,7 @@ def resolve_reward(fn: str, folder: Path | None = None, *, key: str = "reward.fn
     path = BUILT_IN.get(fn, fn)
     module_name, colon, attribute = path.partition(":")
     if not colon or not module_name or not attribute:
-        near = get_close_matches(fn, BUILT_IN, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(fn, BUILT_IN, quoted=True)
         raise UserError(
             f"{key}={fn!r}: not a reward function. Allowed are {', '.join(BUILT_IN)}, or an import path "
             f"pkg.module:function.{hint}"

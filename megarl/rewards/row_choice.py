@@ -9,6 +9,8 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt
+from megarl.core.words import some
+from megarl.data.rows import field_of
 from megarl.recipe.reward import Reward
 
 Only = Mapping[str, Sequence[str | int | float | bool]]  # values of a field, by its name
@@ -59,16 +61,6 @@ def first_ungraded(reward: Reward, name: str, prompts: Sequence[Prompt]) -> Prom
     return next((prompt for prompt in prompts if not grades_row(only, prompt.metadata)), None)
 
 
-def field_of(fields: Mapping[str, Any], name: str) -> Any:
-    """The value of a row's field, dots into objects; None where there is none."""
-    if name in fields:
-        return fields[name]
-    value: Any = fields
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
 def _among(value: Any, values: Sequence[Any]) -> bool:
     """Whether it is one of them; true is not 1."""
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
@@ -82,8 +74,7 @@ def _nearest(only: Only, prompts: Sequence[Prompt]) -> str:
         wanted = list(map(repr, values))
         near = [close for each in wanted for close in get_close_matches(each, there, n=1) if close not in wanted]
         hint = f" (did you mean {near[0]}?)" if near else ""
-        shown = ", ".join(there[:5]) + (" and others" if len(there) > 5 else "")
-        said.append(f"wanted is {' or '.join(wanted) or 'nothing'} in {name!r}, where they have {shown}{hint}")
+        said.append(f"wanted is {' or '.join(wanted) or 'nothing'} in {name!r}, where they have {some(there, 5)}{hint}")
     return "; ".join(said) + "."
 
 

@@ -19,8 +19,7 @@ from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
 from megarl.core.types import Block, FloatArray, Prompt, Sample, Status, TokenArray
 from megarl.data.chat import Tokenizer, load_tokenizer
-from megarl.data.mix import rows_by_set
-from megarl.data.prompts import PromptSet, digests_of, load_prompts
+from megarl.data.prompts import PromptSet, load_prompts
 from megarl.recipe.schema import Recipe
 from megarl.recipe.scoring import served_columns
 from megarl.rewards.combine import Graders
@@ -62,7 +61,6 @@ class _Group:
     task: GroupTask
     making: asyncio.Task[None]
     samples: list[Sample]
-    greedy: list[Sample]
 
 
 class Collector:
@@ -144,9 +142,7 @@ class Collector:
     async def start(self) -> DataFacts:
         """Start the graders; those behind an address have to answer."""
         await self._graders.start()
-        prompts, data = self._prompts, self._recipe.data
-        digests, sets = digests_of(prompts.prompts, data), rows_by_set(prompts.prompts, data)
-        return DataFacts(len(prompts), prompts.num_dropped, len(self._eval_prompts), digests, sets)
+        return DataFacts.of(self._prompts, self._recipe.data, len(self._eval_prompts))
 
     async def close(self) -> None:
         """End what is being made, the graders and the connections."""
@@ -165,7 +161,7 @@ class Collector:
             making = asyncio.create_task(self._make(task))
             making.add_done_callback(partial(self._made, task.group))
             self._under_way.add(task.group)
-            self._groups[task.group] = _Group(task, making, [], [])
+            self._groups[task.group] = _Group(task, making, [])
 
     async def news(self) -> News:
         """Groups that have finished since, once there is one. Raises what ended the making of one."""
@@ -276,7 +272,7 @@ class Collector:
             await self._journal.add(task, prompt, made, shares=bool(self._under_way))
         group = self._groups[task.group]
         group.samples = filters.learned(made.samples, self._recipe.algorithm.truncated)
-        group.greedy, recorded = made.greedy, found is not None
+        recorded = found is not None
         self._finished.put_nowait(
             group_facts(task.group, made.samples, made.greedy, recorded=recorded, learned=group.samples)
         )

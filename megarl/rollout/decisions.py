@@ -34,7 +34,7 @@ from megarl.rollout.journal import (
     forget_groups,
     forget_others,
 )
-from megarl.rollout.ledger import Key
+from megarl.rollout.ledger import Key, keys_from
 
 log = get_logger(__name__)
 
@@ -92,7 +92,7 @@ class Decisions:
         one left is of no use.
         """
         self._last, self._earlier = after or 0, deque()
-        self._waiting = _keys(waiting)
+        self._waiting = set(keys_from(waiting))
         if self._folder is None:
             return
         if after is None and not self._replays:
@@ -184,7 +184,7 @@ class Decisions:
         """
         if self._folder is not None and not self._replays:
             # `leave` asks for those that are meant for the step under way, or later ones.
-            self._waiting = {key for key in self._waiting | _keys(waiting) if key[1] >= self._step}
+            self._waiting = {key for key in self._waiting | set(keys_from(waiting)) if key[1] >= self._step}
             await asyncio.get_running_loop().run_in_executor(self._thread, self._forget, number)
 
     async def write(self) -> None:
@@ -275,11 +275,6 @@ def read_decisions(folder: Path, after: int) -> list[Decision]:
     return found
 
 
-def _keys(groups: Iterable[Sequence[int]]) -> set[Key]:
-    """As they are written in a checkpoint."""
-    return {(int(row), int(step), int(first)) for row, step, first in groups}
-
-
 def _forgotten(file: sqlite3.Connection) -> int:
     """Number of the newest decision that was removed because nobody needs it; 0 where none was."""
     return int(file.execute(f"pragma {FORGOTTEN}").fetchone()[0])
@@ -343,9 +338,7 @@ def _decision(row: tuple[int, Kind, int, str, int], number: int) -> Decision:
         raise ValueError(f"the checksum of number {found} is another")
     if found != number:
         raise ValueError(f"number {number} is missing")
-    return Decision(
-        number, kind, step, tuple((int(row), int(step), int(first)) for row, step, first in orjson.loads(groups))
-    )
+    return Decision(number, kind, step, tuple(keys_from(orjson.loads(groups))))
 
 
 def _crc(number: int, kind: str, step: int, groups: str) -> int:

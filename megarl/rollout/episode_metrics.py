@@ -22,7 +22,8 @@ FAMILIES = ("truncated_by/", "by/")  # of means
 
 def episode_metrics(seen: Sequence[GroupFacts], kept: Sequence[Flags]) -> dict[str, float]:
     """Of a step's episodes, and of what graders said beside their scores. kept: of each group, which samples can be used."""
-    used = _joined({name: values[flags] for name, values in facts.numbers.items()} for facts, flags in _zip(seen, kept))
+    pairs = zip(seen, kept, strict=True)
+    used = _joined({name: values[flags] for name, values in facts.numbers.items()} for facts, flags in pairs)
     every = _joined(facts.numbers for facts in seen)
     if not every:
         return {}
@@ -69,10 +70,6 @@ def _figures(found: Numbers) -> dict[str, float]:
         by_grader.setdefault(grader, []).append(key)
     names = (f"{grader}/{key}" for grader, keys in by_grader.items() for key in first_figures(keys))
     return {name: float(found[f"{FIGURES}{name}"].mean()) for name in names}
-
-
-def _zip(seen: Sequence[GroupFacts], kept: Sequence[Flags]) -> Iterable[tuple[GroupFacts, Flags]]:
-    return zip(seen, kept, strict=True)
 
 
 def _joined(parts: Iterable[Numbers]) -> dict[str, NDArray[np.float64]]:

@@ -13,9 +13,9 @@ from megarl.core.types import FloatArray, Sample, Status
 Truncated = Literal["learn", "mask"]
 
 
-def usable(samples: Sequence[Sample]) -> list[Sample]:
-    """Without samples that have no response or no grade: a reward of zero in their place would teach a falsehood."""
-    return [sample for sample in samples if sample.status is not Status.FAILED and sample.grade_failure is None]
+def is_usable(sample: Sample) -> bool:
+    """Whether it has a response and a grade: a reward of zero in the place of one would teach a falsehood."""
+    return sample.status is not Status.FAILED and sample.grade_failure is None
 
 
 def learned(samples: Sequence[Sample], truncated: Truncated) -> list[Sample]:

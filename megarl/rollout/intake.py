@@ -9,7 +9,7 @@ from typing import Any, Self
 from megarl.data.cursor import Cursor
 from megarl.data.mix import MixedCursor
 from megarl.recipe.schema import Recipe
-from megarl.rollout.ledger import Key
+from megarl.rollout.ledger import Key, keys_from
 from megarl.rollout.tasks import DataFacts
 
 
@@ -75,5 +75,5 @@ class Intake:
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved place. Raises UserError where the data is not what it was."""
         self._cursor.load_state(state)
-        self._again = deque((int(row), int(step), int(first)) for row, step, first in state.get("waiting", ()))
+        self._again = deque(keys_from(state.get("waiting", ())))
         self._asked = Counter({(int(step), int(row)): int(count) for step, row, count in state.get("asked", ())})

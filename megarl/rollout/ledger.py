@@ -11,7 +11,7 @@ versions and rewards, never tokens. A group's samples stay together: all of them
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -233,6 +233,11 @@ class Ledger:
         self._in[phase][entry.asked.group] = entry
         self._ages[phase][entry.oldest] += 1
         self._loads[entry.asked.owner] += phase == "running"
+
+
+def keys_from(written: Iterable[Sequence[int]]) -> Iterator[Key]:
+    """As a file has them."""
+    return ((int(row), int(step), int(first)) for row, step, first in written)
 
 
 def keys_of(entries: Iterable[Entry]) -> list[Key]:

@@ -10,8 +10,7 @@ from types import MappingProxyType
 from megarl.core.errors import MegarlError
 from megarl.core.types import Block, FloatArray, Sample
 from megarl.data.chat import load_tokenizer
-from megarl.data.mix import rows_by_set
-from megarl.data.prompts import PromptSet, digests_of, load_prompts
+from megarl.data.prompts import PromptSet, load_prompts
 from megarl.recipe.schema import Recipe
 from megarl.recipe.scoring import served_columns
 from megarl.rollout import filters
@@ -56,8 +55,7 @@ class ReplayCollector:
         """Read the recipe's data. Raises UserError where it cannot be used."""
         tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
         found = load_prompts(recipe.data.train, tokenizer, recipe.data, answered=recipe.agent is None)
-        digests, sets = digests_of(found.prompts, recipe.data), rows_by_set(found.prompts, recipe.data)
-        facts, truncated = DataFacts(len(found), found.num_dropped, 0, digests, sets), recipe.algorithm.truncated
+        facts, truncated = DataFacts.of(found, recipe.data), recipe.algorithm.truncated
         columns = served_columns(recipe)
         return cls(journal, found, facts, by_turn=by_turn(recipe), truncated=truncated, columns=columns)
 

@@ -29,8 +29,7 @@ def group_facts(
     parts = {
         name: np.array([_number(sample.reward_parts.get(name)) for sample in samples], np.float64) for name in names
     }
-    answered = filters.usable(greedy)
-    usable = {id(sample) for sample in filters.usable(samples)}
+    answered = [sample for sample in greedy if filters.is_usable(sample)]
     grades = [sample.grade_failure for sample in [*samples, *greedy] if sample.grade_failure is not None]
     return GroupFacts(
         group=group,
@@ -39,7 +38,7 @@ def group_facts(
         trained_tokens=np.array([int(sample.loss_mask.sum()) for sample in learned], np.int64),
         rewards=filters.rewards(samples),
         mean_nll=filters.mean_nll(samples),
-        usable=np.array([id(sample) in usable for sample in samples], np.bool_),
+        usable=np.array([filters.is_usable(sample) for sample in samples], np.bool_),
         truncated=_are(samples, Status.TRUNCATED),
         failed=_are(samples, Status.FAILED),
         ungraded=np.array([sample.grade_failure is not None for sample in samples], np.bool_),

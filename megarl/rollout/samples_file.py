@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megarl.core.disk import replace_text
 from megarl.core.log import get_logger
 from megarl.core.types import Sample
 from megarl.rewards.grade import FIGURES
@@ -33,11 +33,10 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
 
     No run needs the file: what the system refuses is told in the log.
     """
-    graded = {id(sample) for sample in filters.usable(samples)}
     rows = [
         {
             "id": sample.id,
-            "reward": sample.reward if id(sample) in graded else None,
+            "reward": sample.reward if filters.is_usable(sample) else None,
             "parts": sample.reward_parts,
             **({"figures": figures} if (figures := _figures(sample)) else {}),
             "status": sample.status.value,
@@ -49,14 +48,11 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
         }
         for sample in samples
     ]
-    temporary = path.with_name(f".{path.name}.tmp")
     text = "".join(json.dumps(row, ensure_ascii=False, default=_plain).translate(LINE_BREAKS) + "\n" for row in rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(
-            text, encoding="utf-8", errors="replace"
-        )  # half a character, where a response ends within one
-        os.replace(temporary, path)
+        # Half a character, where a response ends within one, is none that a file can hold.
+        replace_text(path, text.encode(errors="replace").decode())
     except OSError as error:
         log.warning("%s, for reading, could not be written: %s", path, error.strerror or error)
 

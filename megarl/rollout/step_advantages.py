@@ -23,7 +23,7 @@ from megarl.algorithms.correction import WeightSums, add_up
 from megarl.algorithms.inputs import call
 from megarl.algorithms.kl_control import AdaptiveKl, FixedKl, KlController
 from megarl.algorithms.moments import merge, moments
-from megarl.algorithms.returns import explained_share, whiten
+from megarl.algorithms.returns import explained_variance, whiten
 from megarl.core.types import FloatArray, IntArray
 from megarl.recipe.algorithm import Algorithm
 from megarl.recipe.functions import advantage_function, asked, is_per_token, is_whitened, settings
@@ -141,7 +141,7 @@ class StepAdvantages:
         returns = [each.returns for each in measured if each.returns is not None]
         if returns:
             residuals = [each.residuals for each in measured if each.residuals is not None]
-            found["critic/explained_variance"] = explained_share(merge(residuals), merge(returns))
+            found["critic/explained_variance"] = explained_variance(merge(residuals), merge(returns))
         if self._recipe.algorithm.correction is not None:
             whole = add_up(sums)
             found["rollout/correction_ess"] = whole.effective_sample_size

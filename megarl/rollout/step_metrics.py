@@ -60,7 +60,6 @@ def batch_info(
         weight_version=version,
         num_samples=len(samples),
         num_groups=samples.num_groups,
-        num_mini_batches=len(plans[0].counts),
         prompt_tokens=int(samples.prompt_tokens.sum()),
         response_tokens=int(samples.response_tokens.sum()),
         metrics={

@@ -10,6 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.core.types import FloatArray, IntArray
+from megarl.data.mix import rows_by_set
+from megarl.data.prompts import PromptSet, digests_of
+from megarl.recipe.schema import Data
 from megarl.rollout.facts import Flags, GroupFacts
 
 
@@ -44,6 +47,12 @@ class DataFacts:
     eval_rows: int
     digests: Mapping[str, str] = field(default_factory=dict)
     sets: Mapping[str, IntArray] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, prompts: PromptSet, data: Data, eval_rows: int = 0) -> DataFacts:
+        """Of these rows. data: the recipe's section."""
+        digests, sets = digests_of(prompts.prompts, data), rows_by_set(prompts.prompts, data)
+        return cls(len(prompts), prompts.num_dropped, eval_rows, digests, sets)
 
 
 @dataclass(frozen=True)

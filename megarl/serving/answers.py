@@ -19,6 +19,7 @@ import orjson
 
 from megarl.core.errors import MegarlError
 from megarl.core.types import FloatArray, RoutingArray, TokenArray, VersionSpan
+from megarl.core.words import shortened
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -59,7 +60,6 @@ class Generation:
     logprobs: FloatArray
     text: str
     finish: FinishReason
-    finish_message: str
     versions: tuple[VersionSpan, ...]
     prompt_tokens: int
     cached_tokens: int
@@ -123,7 +123,6 @@ def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = Fal
         logprobs=logprobs,
         text=field(answer, "text", str, where),
         finish=finish,  # type: ignore[arg-type]
-        finish_message=str(reason.get("message") or ""),
         versions=_versions(meta, len(token_ids), where),
         prompt_tokens=read,
         cached_tokens=field(counts, "cached_tokens", int, where, "meta_info."),
@@ -159,8 +158,7 @@ def field(answer: Any, name: str, kind: type[T], where: str, path: str = "") -> 
 
 def shown(body: bytes) -> str:
     """The beginning of an answer, for an error."""
-    text = body[: 4 * SHOWN].decode("utf-8", "replace")
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return shortened(body[: 4 * SHOWN].decode("utf-8", "replace"), SHOWN)
 
 
 def _token_ids(ids: list[Any], where: str) -> TokenArray:

@@ -62,15 +62,15 @@ class ExternalPool:
         return tuple(urlsplit(each.url).hostname or "" for each in self.endpoints)
 
 
-async def identify(endpoint: ServerEndpoint, deadline_s: float = ANSWER_S) -> ModelFacts:
+async def identify(endpoint: ServerEndpoint) -> ModelFacts:
     """Ask a server what it serves.
 
     Raises DeadlineError, ServerUnreachableError, ServerError (401: another key), AnswerError.
     """
     async with ServerClient(endpoint) as client:
-        model = await client.ask("/model_info", deadline_s=deadline_s)
-        server = await client.ask("/server_info", deadline_s=deadline_s)
-        tokens = await client.ask("/tokenize", {"prompt": PROBE}, deadline_s)
+        model = await client.ask("/model_info", deadline_s=ANSWER_S)
+        server = await client.ask("/server_info", deadline_s=ANSWER_S)
+        tokens = await client.ask("/tokenize", {"prompt": PROBE}, ANSWER_S)
     what = f"{endpoint.name} ({endpoint.url})"
     version, run = split_label(field(model, "weight_version", str, f"{what} /model_info"))
     of_model, of_server, of_tokens = (f"{what} {path}" for path in ("/model_info", "/server_info", "/tokenize"))

@@ -15,6 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -220,14 +221,9 @@ class ManagedProcess:
 def process_tree(pid: int) -> list[int]:
     """A pid and its living descendants."""
     parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_bytes()
-            except OSError:
-                continue  # it ended meanwhile
-            # The name of the program, in brackets, may itself hold spaces and brackets, and half of a character at its end.
-            parents.setdefault(int(stat.rpartition(b")")[2].split()[1]), []).append(int(entry.name))
+    for each in janitor.everybody():
+        with suppress(OSError):  # it ended meanwhile
+            parents.setdefault(int(janitor.stat_of(each)[1]), []).append(each)
     tree, queue = [], [pid]
     while queue:
         current = queue.pop()
@@ -275,12 +271,8 @@ def _open_segments(pids: Iterable[int]) -> set[str]:
 def _members(group: int) -> list[int]:
     """Living processes of a process group: those that lost their parent are not in the tree any more."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_bytes()
-            except OSError:
-                continue  # it ended meanwhile
-            if int(stat.rpartition(b")")[2].split()[2]) == group:
-                found.append(int(entry.name))
+    for pid in janitor.everybody():
+        with suppress(OSError):  # it ended meanwhile
+            if int(janitor.stat_of(pid)[2]) == group:
+                found.append(pid)
     return found

@@ -97,14 +97,7 @@ class RouterProcess(ManagedProcess):
     def add(self, server: ServerEndpoint, deadline_s: float = 60.0) -> None:
         """Send requests to this server too; returns once the router has it. Raises DeadlineError."""
         self._call("POST", "/workers", {"url": server.url, **({"api_key": server.api_key} if server.api_key else {})})
-        end = time.monotonic() + deadline_s
-        while server.url not in self.workers():
-            if time.monotonic() > end:
-                raise DeadlineError(
-                    f"{self.name} did not take in {server.name} ({server.url}) within {deadline_s:g} s.\n"
-                    f"{self.log_tail()}"
-                )
-            time.sleep(REGISTER_POLL_S)
+        self._await(server.url, True, f"take in {server.name} ({server.url})", deadline_s)
 
     def remove(self, url: str, deadline_s: float = 10.0) -> None:
         """Send nothing more to the server at this URL; nothing happens where the router does not know it."""
@@ -112,10 +105,14 @@ class RouterProcess(ManagedProcess):
         if url not in known:
             return
         self._call("DELETE", f"/workers/{known[url]}")
+        self._await(url, False, f"let go of {url}", deadline_s)
+
+    def _await(self, url: str, known: bool, what: str, deadline_s: float) -> None:
+        """Wait until the router knows this server, or knows it no more. Raises DeadlineError."""
         end = time.monotonic() + deadline_s
-        while url in self.workers():
+        while (url in self.workers()) is not known:
             if time.monotonic() > end:
-                raise DeadlineError(f"{self.name} did not let go of {url} within {deadline_s:g} s.\n{self.log_tail()}")
+                raise DeadlineError(f"{self.name} did not {what} within {deadline_s:g} s.\n{self.log_tail()}")
             time.sleep(REGISTER_POLL_S)
 
     def _call(self, method: str, path: str, body: dict[str, str] | None = None) -> str:

@@ -30,7 +30,6 @@ from megarl.core.stand_in import StandInFinder, standing_in
 from megarl.core.transformers_models import models_as_remembered
 
 WRITTEN_FOR = "0.5.21"
-DETERMINISTIC = "--enable-deterministic-inference"
 LORA = "--enable-lora"
 DISABLE = "TORCH_COMPILE_DISABLE"  # torch's own: 1 for nothing is compiled
 # What is to be compiled and never is, by SGLang's names: in the first two torch's compiler meets the stand-in for triton, and
@@ -301,7 +300,7 @@ def fork_children() -> None:
 
 
 if __name__ == "__main__":
-    from megarl.serving.launcher import read_api_key, run_sglang_server
+    from megarl.serving.launcher import DETERMINISTIC, read_api_key, run_sglang_server
 
     api_key = read_api_key()
     load(deterministic=DETERMINISTIC in sys.argv, lora=LORA in sys.argv)

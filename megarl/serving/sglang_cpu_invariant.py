@@ -23,8 +23,6 @@ BLOCKS = (64, 32, 16, 8, 4, 2, 1)
 VECTOR = 64
 UNARY = ("exp", "log", "sigmoid", "silu", "tanh")
 
-Unary = Callable[[Tensor], Tensor]
-
 
 def row_blocks(num_rows: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """(start, size) of blocks of these sizes, largest first, that cover the rows; the last may reach beyond them."""

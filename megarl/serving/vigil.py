@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 from megarl.core.process_state import STATES, Stopped
 
+LOOK_S = 2.0  # between two looks at whether a process stands still
+ASK_S = 30.0  # most seconds between two questions whether it answers
 FROZEN_S = 5.0  # a process that is stopped for so long is not about to go on
 BY_SIGNAL = STATES["T"]
 
@@ -19,6 +21,7 @@ class Vigil:
 
     def __init__(self, answer_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._answer_s = answer_s
+        self.ask_every_s = min(ASK_S, answer_s / 4)
         self._clock = clock
         self._stopped: dict[int, float] = {}  # since when
         self._silent: float | None = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from tests.support.fake_sglang import FakeSglang, generation
 
@@ -42,4 +45,12 @@ class FakePolicy(FakeSglang):
             answer["meta_info"]["finish_reason"]["matched"] = ids[-1]
         answer["meta_info"]["prompt_tokens"] = len(context)
         self.turns.append((context, ids, logprobs, self.version, finish == "abort"))
+        return answer
+
+    def with_routing(self, body: dict[str, Any]) -> dict[str, Any]:
+        """An answer with the experts of each token, two by its place and by the request's number: for `answer`."""
+        answer = dict(self._write(body))
+        rows = len(body["input_ids"]) + len(answer["output_ids"]) - 1
+        table = np.repeat(np.arange(rows, dtype=np.int32) + 1000 * len(self.turns), 2)
+        answer["meta_info"]["routed_experts"] = base64.b64encode(table.tobytes()).decode()
         return answer

@@ -116,7 +116,7 @@ def test_a_row_may_be_a_harness_s_and_another_an_environment_s(tmp_path: Path) -
     # Two turns; the reward is the length of the model's name, and what the address ends with.
     assert asked.metadata["turn_rewards"] == [0.0, 7.0] and asked.reward == 7.0
     assert ended_early.status is Status.FAILED
-    assert "the harness ended with exit code 3" in ended_early.metadata["failure"]
+    assert "the harness ended: exit code 3" in ended_early.metadata["failure"]
 
 
 def test_a_harness_that_is_not_there_is_told_of_by_its_name(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from megarl.agents.environments.maze import Maze
 from megarl.agents.loading import BUILT_IN, open_environment
 from megarl.agents.template import ChatTemplate
 from megarl.core.errors import UserError
-from megarl.recipe.agent import BUILT_IN_ENVIRONMENTS, Agent
+from megarl.recipe.agent import Agent
 from tests.agents.forms import make_tokenizer
 from tests.rollout.test_collector import make_recipe
 
@@ -116,7 +116,7 @@ def test_an_environment_that_cannot_be_is_refused_in_words(
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("environment", [*BUILT_IN_ENVIRONMENTS, f"{HERE}:Anything"])
+@pytest.mark.parametrize("environment", [*BUILT_IN, f"{HERE}:Anything"])
 def test_those_that_can_be_are_accepted(tmp_path: Path, environment: str) -> None:
     check(tmp_path, environment=environment, settings={"x": 1} if ":" in environment else {})
 
@@ -143,8 +143,7 @@ def test_what_is_made_to_be_looked_at_is_made_on_an_event_loop_and_closed(tmp_pa
     check(tmp_path, environment=f"{HERE}:Unclosed")
 
 
-def test_names_in_the_recipe_are_those_that_there_are() -> None:
-    assert tuple(BUILT_IN) == BUILT_IN_ENVIRONMENTS
+def test_an_environment_is_made_anew_each_time_of_the_recipes_settings() -> None:
     made = open_environment(Agent(environment="maze", settings={"size": 4}))
     assert isinstance(made(), Maze) and made() is not made()
 

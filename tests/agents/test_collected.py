@@ -88,7 +88,7 @@ def collect(
             local = LocalRollout(
                 recipe,
                 model=PLAIN,
-                prompts=PromptSet(rows, 0, 9),
+                prompts=PromptSet(rows, 0),
                 eval_prompts=[row(0), row(1)],
                 server=fake.endpoint,
                 num_shards=2,
@@ -210,7 +210,7 @@ def test_where_nobody_but_graders_rewards_only_they_are_named(tmp_path: Path) ->
             local = LocalRollout(
                 recipe,
                 model=PLAIN,
-                prompts=PromptSet(tuple(row(number) for number in range(4)), 0, 9),
+                prompts=PromptSet(tuple(row(number) for number in range(4)), 0),
                 server=fake.endpoint,
                 player=Episodes(settings),
             )

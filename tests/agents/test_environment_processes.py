@@ -127,7 +127,7 @@ def test_a_process_that_dies_costs_its_episodes_and_is_there_again(tmp_path: Pat
                     found.append(await first.step(Response("5", (5,), 1)))
                 except EnvironmentFailedError as error:
                     found.append(str(error))
-                    with pytest.raises(EnvironmentFailedError, match="its process ended by SIGKILL"):
+                    with pytest.raises(EnvironmentFailedError, match="its process ended: signal SIGKILL"):
                         await beside.step(Response("5", (5,), 0))
                 await first.close()
                 await processes.make().ready()
@@ -136,7 +136,7 @@ def test_a_process_that_dies_costs_its_episodes_and_is_there_again(tmp_path: Pat
         return found
 
     died, done = asyncio.run(asyncio.wait_for(go(), 60))
-    assert died == "its process ended by SIGKILL" and isinstance(done, Done) and done.reward == 1.0
+    assert died == "its process ended: signal SIGKILL" and isinstance(done, Done) and done.reward == 1.0
 
 
 def test_a_process_that_does_not_start_costs_its_own_episodes_alone(

@@ -191,7 +191,7 @@ def test_nonsense_costs_the_episode_and_the_calls_after_it(what: str, says: str,
 def test_a_process_that_dies_in_a_call_costs_the_episode() -> None:
     [sample] = counted("gives(what=die)", "b", of=agent(workers=1))
     assert sample.status is Status.FAILED and sample.numbers == {"environment_failures": 1.0}
-    assert "its process ended by SIGKILL" in sample.metadata["failure"]
+    assert "its process ended: signal SIGKILL" in sample.metadata["failure"]
 
 
 def test_a_method_that_blocks_has_its_own_thread_in_workers_and_another_on_the_event_loop() -> None:

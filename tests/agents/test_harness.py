@@ -85,9 +85,9 @@ def test_an_unmodified_script_leaves_the_same_sample_as_the_environment() -> Non
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("print('no such door'); sys.exit(3)", "the harness ended with exit code 3"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "the harness ended by SIGKILL"),
-        ("raise KeyError('no such door')", "the harness ended with exit code 1"),
+        ("print('no such door'); sys.exit(3)", "the harness ended: exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "the harness ended: signal SIGKILL"),
+        ("raise KeyError('no such door')", "the harness ended: exit code 1"),
         ("", "the harness ended without a reward"),
     ],
 )
@@ -113,7 +113,7 @@ post("/episode/reward", {"reward": 1.0})
     samples = harnessed(writing("5"), command(code, f"{tmp_path}/"), indices=range(6), most=3)
     died = [sample for sample in samples if sample.status is Status.FAILED]
     lived = [sample.reward for sample in samples if sample.status is Status.COMPLETED]
-    assert [sample.metadata["failure"] for sample in died] == ["the harness ended by SIGKILL"] * 3
+    assert [sample.metadata["failure"] for sample in died] == ["the harness ended: signal SIGKILL"] * 3
     assert lived == [1.0] * 3
 
 
@@ -192,7 +192,7 @@ def test_one_that_may_not_be_killed_costs_its_episode_and_is_told_of(
 
 def test_a_program_that_there_is_not_fails_the_episode() -> None:
     [sample] = harnessed(writing("5"), CommandHarness(("/no/such/program",), MODEL))
-    assert "the harness ended with exit code 1" in sample.metadata["failure"]
+    assert "the harness ended: exit code 1" in sample.metadata["failure"]
 
 
 def test_who_gives_an_episode_up_ends_its_harness() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import random
 from itertools import pairwise
 from typing import Any
@@ -16,8 +15,7 @@ from hypothesis import strategies as st
 from megarl.agents.environment import Message
 from megarl.agents.renderings import Renderings
 from megarl.agents.template import ChatTemplate, assistant
-from megarl.core.types import Sample, Status
-from megarl.data.blocks import UNKNOWN_EXPERT
+from megarl.core.types import UNKNOWN_EXPERT, Sample, Status
 from megarl.data.pack import pack
 from megarl.serving.sampling import Sampling
 from tests.agents.fake_policy import FakePolicy
@@ -181,16 +179,7 @@ def assert_batched_apart(sample: Sample) -> None:
 
 def test_experts_are_those_of_each_sequence_and_nobody_knows_the_last_token_of_one() -> None:
     fake = policy("<think>a</think>1", "2", "3")
-    plain = fake.answer
-
-    def with_routing(body: dict[str, Any]) -> dict[str, Any]:
-        answer = dict(plain(body))
-        rows = len(body["input_ids"]) + len(answer["output_ids"]) - 1
-        table = np.repeat(np.arange(rows, dtype=np.int32) + 1000 * len(fake.turns), 2)
-        answer["meta_info"]["routed_experts"] = base64.b64encode(table.tobytes()).decode()
-        return answer
-
-    fake.answer = with_routing
+    fake.answer = fake.with_routing
     settings = make_settings(lambda: Scripted(["a", "b"]), TOKENIZER, split=True)
     [sample] = play(fake, settings, TOKENIZER, sampling=Sampling(500, routing=True))
     (_, one), (_, other) = sequences(sample)

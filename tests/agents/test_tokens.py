@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -133,16 +132,7 @@ def test_experts_of_all_turns_follow_each_other() -> None:
     tokenizer = make_tokenizer("qwen3")
     end = ends_of("qwen3")[0]
     fake = FakePolicy(lambda *_: [5, end], lambda ids: tokenizer.decode(ids), ends={end})
-    plain = fake.answer
-
-    def with_routing(body: dict[str, Any]) -> dict[str, Any]:
-        answer = dict(plain(body))
-        rows = len(body["input_ids"]) + len(answer["output_ids"]) - 1
-        table = np.repeat(np.arange(rows, dtype=np.int32) + 1000 * len(fake.turns), 2)
-        answer["meta_info"]["routed_experts"] = base64.b64encode(table.tobytes()).decode()
-        return answer
-
-    fake.answer = with_routing
+    fake.answer = fake.with_routing
     settings = make_settings(lambda: Scripted(["a", "b"]), tokenizer)
     [sample] = play(fake, settings, tokenizer, sampling=Sampling(500, routing=True))
     assert sample.routing is not None and len(sample.routing) == sample.num_tokens - 1

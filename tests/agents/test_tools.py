@@ -217,15 +217,19 @@ class FakeReader:
         return None
 
 
-def test_a_turn_with_calls_gets_their_results_and_one_without_goes_to_the_environment() -> None:
-    tokenizer = make_tokenizer("qwen3")
-    end = ends_of("qwen3")[0]
-    turns = iter(["12", "ab", "?", "5", "b"])  # "12" is one token, of two calls
+def policy(tokenizer: Any, *turns: str) -> FakePolicy:
+    """Writes these turns."""
+    end, coming = ends_of("qwen3")[0], iter(turns)
 
     def write(*_: Any) -> list[int]:
-        return [*tokenizer(next(turns), add_special_tokens=False)["input_ids"], end]
+        return [*tokenizer(next(coming), add_special_tokens=False)["input_ids"], end]
 
-    fake = FakePolicy(write, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ends={end})
+    return FakePolicy(write, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ends={end})
+
+
+def test_a_turn_with_calls_gets_their_results_and_one_without_goes_to_the_environment() -> None:
+    tokenizer = make_tokenizer("qwen3")
+    fake = policy(tokenizer, "12", "ab", "?", "5", "b")  # "12" is one token, of two calls
     made = counting(5)
     tools = ToolUse(Toolbox([Tool(multiply)], 5.0), FakeReader())
     settings = make_settings(made, tokenizer, tools=tools, template=ChatTemplate(tokenizer, tools.schemas))
@@ -263,13 +267,7 @@ def test_results_are_told_by_the_ids_that_a_model_gave_its_calls(ids: list[str],
 
 def test_a_call_that_the_policy_only_thinks_of_is_not_made() -> None:
     tokenizer = make_tokenizer("qwen3")
-    end = ends_of("qwen3")[0]
-    turns = iter(["<think>3</think>5", "<think>7</think>b"])
-
-    def write(*_: Any) -> list[int]:
-        return [*tokenizer(next(turns), add_special_tokens=False)["input_ids"], end]
-
-    fake = FakePolicy(write, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ends={end})
+    fake = policy(tokenizer, "<think>3</think>5", "<think>7</think>b")
     tools = ToolUse(Toolbox([Tool(multiply)], 5.0), FakeReader())
     settings = make_settings(
         lambda: Scripted([]), tokenizer, tools=tools, template=ChatTemplate(tokenizer, tools.schemas)
@@ -282,13 +280,7 @@ def test_a_call_that_the_policy_only_thinks_of_is_not_made() -> None:
 
 def test_results_that_were_cut_are_counted_and_calls_that_were_not_run_are_failures() -> None:
     tokenizer = make_tokenizer("qwen3")
-    end = ends_of("qwen3")[0]
-    turns = iter(["12", "9", "b"])
-
-    def write(*_: Any) -> list[int]:
-        return [*tokenizer(next(turns), add_special_tokens=False)["input_ids"], end]
-
-    fake = FakePolicy(write, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ends={end})
+    fake = policy(tokenizer, "12", "9", "b")
     tools = ToolUse(Toolbox([Tool(multiply)], 5.0, max_calls=1, most_characters=40), FakeReader())
     settings = make_settings(
         lambda: Scripted([]), tokenizer, tools=tools, template=ChatTemplate(tokenizer, tools.schemas)
@@ -331,13 +323,7 @@ def test_a_template_that_wants_calls_before_their_results_gets_them() -> None:
 def test_a_call_that_cannot_be_read_is_told_of_by_templates_that_want_ids_and_calls() -> None:
     """As Mistral's do: else an episode would fail in which the policy writes one, and never learn from it."""
     tokenizer = make_tokenizer("qwen3", template=STRICT)
-    end = ends_of("qwen3")[0]
-    turns = iter(["?", "b"])
-
-    def write(*_: Any) -> list[int]:
-        return [*tokenizer(next(turns), add_special_tokens=False)["input_ids"], end]
-
-    fake = FakePolicy(write, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), ends={end})
+    fake = policy(tokenizer, "?", "b")
     tools = ToolUse(Toolbox([Tool(multiply)], 5.0), FakeReader())
     template = ChatTemplate(tokenizer, tools.schemas)
     settings = make_settings(lambda: Scripted([]), tokenizer, tools=tools, template=template)

@@ -67,6 +67,18 @@ class Stage:
         self.waiter.followed.pop(ref)[1](results, failure)
 
 
+def failing(why: str) -> Callable[[], str]:
+    """Fails once, then answers."""
+    left = [WorkerDiedError(why)]
+
+    def ask() -> str:
+        if left:
+            raise left.pop()
+        return "answered"
+
+    return ask
+
+
 def test_one_that_dies_is_replaced_and_what_met_its_death_is_worth_asking_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
@@ -78,10 +90,11 @@ def test_one_that_dies_is_replaced_and_what_met_its_death_is_worth_asking_again(
     # The coordinator knows of the death before it hears of the successor.
     told = [name for name, _ in stage.coordinator.told if name in ("died", "replace")]
     assert told == ["died", "replace"] and stage.coordinator.calls("died") == [(0,)]
-    assert stage.pool.replaced(WorkerDiedError("collector 0 died"))
-    assert not stage.pool.replaced(WorkerDiedError("rank 1 died")), "nobody died since"
+    assert stage.pool.asked(failing("collector 0 died")) == "answered"
+    with pytest.raises(WorkerDiedError, match="rank 1"):  # no collector died since
+        stage.pool.asked(failing("rank 1 died"))
     stage.waiter.idle.append(lambda: stage.die(1))
-    assert stage.pool.replaced(WorkerDiedError("collector 1 died")), "its watch tells a moment later"
+    assert stage.pool.asked(failing("collector 1 died")) == "answered", "its watch tells a moment later"
 
 
 def test_one_that_dies_while_it_starts_is_a_death_like_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -92,7 +105,7 @@ def test_one_that_dies_while_it_starts_is_a_death_like_others(monkeypatch: pytes
     assert stage.pool.workers[0] is not first and stage.restarts.total == 2
     with pytest.raises(GivenUpError, match=r"collector 0 died, and rollout\.max_restarts allows 2") as caught:
         stage.die(0)
-    assert not stage.pool.replaced(caught.value), "whoever asked must not ask again"
+    assert not stage.pool._replaced(caught.value), "whoever asked must not ask again"
 
 
 def test_a_frozen_one_is_ended_by_a_signal_on_its_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

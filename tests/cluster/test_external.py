@@ -45,8 +45,9 @@ class Server(Pool):
 def beside(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ExternalActor]:
     """Makes actors without processes, which look often."""
     monkeypatch.setattr(external, "configure_process", lambda spec: ProcessFacts(1, "host"))
-    for name in ("LOOK_S", "CONNECT_EVERY_S", "ASK_S"):
+    for name in ("LOOK_S", "CONNECT_EVERY_S"):
         monkeypatch.setattr(external, name, 0.01)
+    monkeypatch.setattr("megarl.serving.vigil.ASK_S", 0.01)
     monkeypatch.setattr(external, "GONE_S", 0.1)
 
     def made(url: str, answer_s: float = 600.0, run: str = "") -> ExternalActor:

@@ -30,14 +30,17 @@ class Dying(FakeWaiter):
         return super().wait(calls, **about)
 
 
+def workers(folder: Path) -> list[Worker]:
+    """A coordinator, and two collectors."""
+    names = ("coordinator", "collector 0", "collector 1")
+    return [Worker(FakeActor(name), ProcessSpec(name, folder), ProcessFacts(5, "h")) for name in names]
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_collectors_are_closed_and_what_goes_wrong_there_costs_no_run(
     tmp_path: Path, dies: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def worker(name: str) -> Worker:
-        return Worker(FakeActor(name), ProcessSpec(name, tmp_path), ProcessFacts(5, "h"))
-
-    coordinator, collectors = worker("coordinator"), [worker("collector 0"), worker("collector 1")]
+    coordinator, *collectors = workers(tmp_path)
     pool: Any = SimpleNamespace(workers=collectors)
     Samples(coordinator, pool, Dying(dies), RECIPE, 1).close()  # type: ignore[arg-type]
     for each in (coordinator, *collectors):
@@ -51,13 +54,10 @@ def test_what_plays_episodes_is_closed_where_a_life_ends_early(
 ) -> None:
     """After Ctrl-C or the death of a rank no environment under way was closed: containers of a user's stayed."""
 
-    def worker(name: str) -> Worker:
-        return Worker(FakeActor(name), ProcessSpec(name, tmp_path), ProcessFacts(5, "h"))
-
     waiter: Any = FakeWaiter()
     waiter.nodes = SimpleNamespace(services=SimpleNamespace(ended=lambda: ended))
     monkeypatch.setattr("megarl.cluster.samples.ray.wait", lambda refs, **_: (refs, []))
-    coordinator, collectors = worker("coordinator"), [worker("collector 0"), worker("collector 1")]
+    coordinator, *collectors = workers(tmp_path)
     pool: Any = SimpleNamespace(workers=collectors)
     recipe: Any = SimpleNamespace(agent=object() if agent else None)
     Samples(coordinator, pool, waiter, recipe, 1).leave()

@@ -112,7 +112,7 @@ def test_rows_are_of_the_set_that_their_field_names_and_those_without_a_share_ar
 @pytest.mark.parametrize(
     ("sources", "says"),
     [
-        (("math", "cod"), r"a\.jsonl:2: its field 'source', .* is 'cod', .* Did you mean 'code' there\?"),
+        (("math", "cod"), r"a\.jsonl:2: its field 'source', .* is 'cod', .* Did you mean 'code'\?"),
         (("math", None), r"a\.jsonl:2: .* is None, and data\.mix has the sets 'math', 'code'\."),
         (("math", ["code"]), r"a\.jsonl:2: .* is \['code'\]"),
         (("math",), r"data\.mix: no row to train on is of the set 'code' \(field 'source'\)"),

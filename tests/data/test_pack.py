@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.reduce import Reduction
-from megarl.core.types import Block, MicroBatch, Prompt, Sample, Shard, ShardPlan, Status
-from megarl.data.blocks import UNKNOWN_EXPERT
+from megarl.core.types import UNKNOWN_EXPERT, Block, MicroBatch, Prompt, Sample, Shard, ShardPlan, Status
 from megarl.data.pack import (
     FILLER_INDEX,
     assemble,

@@ -1,9 +1,7 @@
-from pathlib import Path
-
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.data.row_set import RowSet, RowSource, kept_rows
+from megarl.data.row_set import RowSet, RowSource
 
 
 def test_a_source_goes_on_where_it_was() -> None:
@@ -32,10 +30,3 @@ def test_a_source_refuses_the_place_in_rows_that_say_something_else() -> None:
     source("x").load_state(source("x").state())
     with pytest.raises(UserError, match=r"training rows: .*\(other texts\)"):
         source("y").load_state(source("x").state())
-
-
-def test_rows_that_are_left_are_counted_and_none_is_an_error() -> None:
-    rows = kept_rows(Path("a.jsonl"), ["x"], 2, 8)
-    assert (len(rows), rows.num_dropped) == (1, 2)
-    with pytest.raises(UserError, match=r"a\.jsonl: all 2 rows are over data\.max_tokens=8"):
-        kept_rows(Path("a.jsonl"), [], 2, 8)

@@ -55,7 +55,7 @@ def test_a_row_of_no_set_of_the_mix_is_refused_and_without_a_mix_none_is(
     tmp_path: Path, model: Path, kind: type[Any]
 ) -> None:
     rows, data = loaded(tmp_path, model, kind, "math", "cod", "code")
-    with pytest.raises(UserError, match=r"rows.jsonl:2: its field 'source', .* is 'cod'.*Did you mean 'code' there"):
+    with pytest.raises(UserError, match=r"rows.jsonl:2: its field 'source', .* is 'cod'.*Did you mean 'code'\?"):
         rows_by_set(rows, data)
     rows, data = loaded(tmp_path, model, kind, "math", None, mix={})
     assert rows_by_set(rows, data) == {}

@@ -61,7 +61,7 @@ def collect(
     collectors: int = 1,
 ) -> T:
     """Run one conversation with a collector of four prompts and two held-out ones."""
-    prompts = PromptSet(tuple(make_prompt(f"p{i}") for i in range(4)), 3, 3)
+    prompts = PromptSet(tuple(make_prompt(f"p{i}") for i in range(4)), 3)
 
     async def go() -> T:
         async with fake_with() as fake:
@@ -103,7 +103,7 @@ def test_a_step_has_the_counts_and_numbers_of_its_samples(tmp_path: Path) -> Non
 
     (shards, info), columns = collect(alternating, make_recipe(tmp_path), call)
     assert (info.step, info.weight_version, info.num_samples, info.num_groups) == (1, 0, 8, 4)
-    assert (info.prompt_tokens, info.response_tokens, info.num_mini_batches) == (24, 6 * 2 + 2 * 8, 1)
+    assert (info.prompt_tokens, info.response_tokens) == (24, 6 * 2 + 2 * 8)
     assert info.metrics["reward/mean"] == pytest.approx(3 / 8)
     assert info.metrics["reward/std"] == pytest.approx((3 / 8 * 5 / 8) ** 0.5)
     assert info.metrics["rollout/truncated"] == 2 / 8
@@ -291,7 +291,7 @@ def test_a_sample_is_graded_while_others_are_still_generated(tmp_path: Path) -> 
     recipe = make_recipe(
         tmp_path, rollout={"prompts_per_step": 4, "samples_per_prompt": 2, "max_response_tokens": 8, "concurrency": 2}
     )
-    prompts = PromptSet(tuple(make_prompt(f"p{i}") for i in range(4)), 0, 3)
+    prompts = PromptSet(tuple(make_prompt(f"p{i}") for i in range(4)), 0)
 
     async def go() -> None:
         async with fake() as server:
@@ -341,6 +341,11 @@ def test_failed_samples_are_counted_and_left_out(tmp_path: Path) -> None:
     assert "aborted" in next(row["failure"] for row in rows if row["status"] == "failed")
 
 
+async def step_and_evaluation(collector: LocalRollout, _: FakeSglang) -> Any:
+    _, info = await collector.generate(1, 0)
+    return info, await collector.evaluate(1, 0)
+
+
 def test_a_function_is_told_which_responses_ended_at_a_limit_in_steps_and_evaluations(tmp_path: Path) -> None:
     """Both to the first prompt, and that to the first held-out one."""
 
@@ -349,12 +354,10 @@ def test_a_function_is_told_which_responses_ended_at_a_limit_in_steps_and_evalua
             answer=lambda body: generation([5], finish="length" if body["input_ids"][0] in cut else "stop")
         )
 
-    async def call(collector: LocalRollout, _: FakeSglang) -> Any:
-        _, info = await collector.generate(1, 0)
-        return info, await collector.evaluate(1, 0)
-
     cut = {make_prompt(name).token_ids[0] for name in ("p0", "p8")}
-    info, held_out = collect(fake, make_recipe(tmp_path, reward={"fn": "tests.rollout.grader:whole"}), call)
+    info, held_out = collect(
+        fake, make_recipe(tmp_path, reward={"fn": "tests.rollout.grader:whole"}), step_and_evaluation
+    )
     assert (info.metrics["reward/mean"], info.metrics["rollout/truncated"]) == (6 / 8, 2 / 8)
     assert held_out.metrics["eval/reward"] == 1 / 2
 
@@ -362,11 +365,9 @@ def test_a_function_is_told_which_responses_ended_at_a_limit_in_steps_and_evalua
 def test_what_a_function_says_beside_its_score_is_a_metric_of_steps_and_evaluations(tmp_path: Path) -> None:
     """Samples are right 3 times of 8 and off by one otherwise; of the held-out ones, p8 is right and p9 is not."""
 
-    async def call(collector: LocalRollout, _: FakeSglang) -> Any:
-        _, info = await collector.generate(1, 0)
-        return info, await collector.evaluate(1, 0)
-
-    info, held_out = collect(alternating, make_recipe(tmp_path, reward={"fn": "tests.rollout.grader:figured"}), call)
+    info, held_out = collect(
+        alternating, make_recipe(tmp_path, reward={"fn": "tests.rollout.grader:figured"}), step_and_evaluation
+    )
     figures = {name: value for name, value in info.metrics.items() if name.startswith("reward/by/figured/")}
     assert {name.rpartition("/")[2]: value for name, value in figures.items()} == {
         "mean": pytest.approx(3 / 8),
@@ -463,7 +464,7 @@ def test_graders_of_a_run_that_goes_on_were_there_before(
 
     monkeypatch.setattr(Graders, "open", opened)
     monkeypatch.setattr(collector_module, "load_tokenizer", lambda *_: None)
-    monkeypatch.setattr(collector_module, "load_prompts", lambda *_, **__: PromptSet((make_prompt("p0"),), 0, 3))
+    monkeypatch.setattr(collector_module, "load_prompts", lambda *_, **__: PromptSet((make_prompt("p0"),), 0))
     if left is not None:
         (recipe.run.folder / left).parent.mkdir(parents=True)
         (recipe.run.folder / left).touch()
@@ -597,7 +598,7 @@ def test_an_evaluation_tells_of_no_figures_that_nobody_counts(tmp_path: Path) ->
 def test_held_out_rows_have_bounds_of_their_own_too(tmp_path: Path) -> None:
     async def asked(rows: list[Prompt]) -> list[int]:
         async with FakeSglang() as fake:
-            prompts = PromptSet((make_prompt("p0"),), 0, 3)
+            prompts = PromptSet((make_prompt("p0"),), 0)
             rollout = LocalRollout(
                 make_recipe(tmp_path), model=PLAIN, prompts=prompts, eval_prompts=rows, server=fake.endpoint
             )
@@ -632,7 +633,7 @@ def test_rows_of_a_set_are_asked_and_judged_as_the_recipe_says_of_it(tmp_path: P
 
     async def asked() -> tuple[list[tuple[float, int]], EvalResult]:
         async with FakeSglang() as fake:
-            prompts = PromptSet((make_prompt("p0"),), 0, 3)
+            prompts = PromptSet((make_prompt("p0"),), 0)
             rollout = LocalRollout(recipe, model=PLAIN, prompts=prompts, eval_prompts=rows, server=fake.endpoint)
             await rollout.start()
             try:

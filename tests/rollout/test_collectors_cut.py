@@ -67,7 +67,7 @@ def collect(
             local = LocalRollout(
                 recipe,
                 model=PLAIN,
-                prompts=PromptSet(tuple(make_prompt(f"p{at}") for at in range(PROMPTS)), 0, 3),
+                prompts=PromptSet(tuple(make_prompt(f"p{at}") for at in range(PROMPTS)), 0),
                 server=fake.endpoint,
                 num_shards=2,
                 num_collectors=collectors,

@@ -12,7 +12,7 @@ from tests.rollout.samples import make_sample
 def test_failed_and_ungraded_samples_are_left_out() -> None:
     good, truncated = make_sample("a", 1.0), make_sample("a", status=Status.TRUNCATED)
     failed, ungraded = make_sample("a", status=Status.FAILED), make_sample("b", grade_failure="timeout")
-    assert filters.usable([good, failed, ungraded, truncated]) == [good, truncated]
+    assert [*map(filters.is_usable, (good, failed, ungraded, truncated))] == [True, False, False, True]
 
 
 def test_what_was_cut_off_is_not_learned_where_the_recipe_says_so() -> None:

@@ -60,7 +60,6 @@ class Scripted:
             logprobs=-positions.astype(np.float32),
             text=decode(rest),
             finish=finish,
-            finish_message="",
             versions=(VersionSpan(self.version, 0, len(rest)),) if rest else (),
             prompt_tokens=len(token_ids),
             cached_tokens=0,

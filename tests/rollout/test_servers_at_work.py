@@ -23,7 +23,7 @@ HELD_S = 0.4
 
 def beside(recipe: Recipe, call: Callable[[LocalRollout, FakeSglang], Awaitable[None]], **prompt: Any) -> None:
     """A conversation with an asynchronous rollout of eight prompts."""
-    prompts = PromptSet(tuple(replace(make_prompt(f"p{i}"), **prompt) for i in range(8)), 0, 3)
+    prompts = PromptSet(tuple(replace(make_prompt(f"p{i}"), **prompt) for i in range(8)), 0)
 
     async def go() -> None:
         async with FakeSglang() as fake:

@@ -146,13 +146,14 @@ def test_other_advantages_of_tokens_are_whitened_too(num_collectors: int) -> Non
     assert found["advantages"] == {sample: pytest.approx(values, abs=1e-6) for sample, values in expected.items()}
 
 
+def untrained(step: Step) -> Step:
+    nothing = replace(step.samples[0], loss_mask=np.zeros(3, np.uint8))
+    return replace(step, samples=[nothing, *step.samples[1:]])
+
+
 @anywhere
 def test_a_sample_without_a_trained_token_is_in_no_mean(num_collectors: int) -> None:
     """Without the first: -1, -0.5, -0.5, 0.5, 0.5, of mean -0.2 and variance 0.36."""
-
-    def untrained(step: Step) -> Step:
-        nothing = replace(step.samples[0], loss_mask=np.zeros(3, np.uint8))
-        return replace(step, samples=[nothing, *step.samples[1:]])
 
     found, _ = learned(Algorithm(advantage="rloo", whiten=True), num_collectors, change=untrained)
     expected = {0: [], 1: [-0.8 / 0.6], 2: [-0.3 / 0.6] * 2, 3: [0.7 / 0.6] * 2}
@@ -546,10 +547,6 @@ def test_a_users_function_gives_one_number_for_each(name: str) -> None:
 @pytest.mark.parametrize(("name", "number"), [("divided_by_nothing", 2), ("divided_by_nothing_at_tokens", 14)])
 def test_what_a_users_function_makes_of_a_division_by_zero_is_refused(name: str, number: int) -> None:
     """Of sample 2, or at the last token that is trained on; where nothing is, it does not matter."""
-
-    def untrained(step: Step) -> Step:
-        nothing = replace(step.samples[0], loss_mask=np.zeros(3, np.uint8))
-        return replace(step, samples=[nothing, *step.samples[1:]])
 
     with pytest.raises(MegarlError, match=rf"{name} gave 1 of \d numbers that are not finite; number {number} is nan"):
         learned(Algorithm(advantage=f"{__name__}:{name}"), change=untrained)

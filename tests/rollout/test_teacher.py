@@ -279,7 +279,7 @@ def with_teacher(recipe: Recipe, call: Callable[[LocalRollout, FakeSglang], Awai
             rollout = LocalRollout(
                 recipe,
                 model=PLAIN,
-                prompts=PromptSet(tuple(make_prompt(f"p{at}") for at in range(4)), 0, 3),
+                prompts=PromptSet(tuple(make_prompt(f"p{at}") for at in range(4)), 0),
                 eval_prompts=[make_prompt("p8")],
                 server=fake.endpoint,
                 num_shards=2,

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megarl.agents.endpoint.refusal import RefusedError
 from megarl.algorithms.limits import MAX_REWARD
+from megarl.core.words import did_you_mean
 
 MOST_CHOICES = 64
 MOST_STOPS = 16
@@ -236,8 +236,7 @@ def _refusal(form: type[BaseModel], error: ValidationError) -> RefusedError:
     param = ".".join(known)
     if first["type"] == "extra_forbidden":
         names: Sequence[str] = [*form.model_fields, *NO_EFFECT]
-        near = get_close_matches(place[-1], names, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(place[-1], names)
         return RefusedError(
             f"Unknown parameter: {param}.{hint} What is not honoured is refused: leave it out.",
             code="unknown_parameter",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import secrets
 
-import numpy as np
-
 from megarl.agents.endpoint.asking import ask_all
 from megarl.agents.endpoint.forms import ChatRequest, CompletionRequest, RewardReport
 from megarl.agents.endpoint.model import Model
@@ -43,10 +41,7 @@ class FreeSession:
 
     async def complete(self, request: CompletionRequest, retried: bytes | None, body: bytes) -> Answered:
         """How a text, or token ids, go on. Raises RefusedError."""
-        prompt = request.text_or_ids
-        if isinstance(prompt, list):
-            self._model.check_ids(prompt)
-        ids = self._model.encode(prompt, first=True) if isinstance(prompt, str) else np.array(prompt, np.int32)
+        ids = self._model.first_ids(request.text_or_ids)
         if not len(ids):
             raise RefusedError("The prompt has no tokens.", param="prompt")
         logprobs = request.wants_logprobs

@@ -14,6 +14,7 @@ import orjson
 from megarl.agents.endpoint.forms import ChatMessage
 from megarl.agents.endpoint.refusal import RefusedError
 from megarl.agents.endpoint.replies import Choice
+from megarl.core.words import shortened
 
 SHOWN = 80  # characters of a message that an error shows
 
@@ -99,6 +100,5 @@ def _canonical(arguments: object) -> str:
 
 def _shown(message: Seen) -> str:
     role, text, calls, _ = message
-    said = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
     called = f" calling {', '.join(name for _, name, _ in calls)}" if calls else ""
-    return f"the {role}'s {said!r}{called}"
+    return f"the {role}'s {shortened(text, SHOWN)!r}{called}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import orjson
 
 from megarl.agents.endpoint.forms import ChatMessage
@@ -93,6 +94,13 @@ class Model:
                 "template shows them."
             )
         raise RefusedError(reasons[0], param="messages")
+
+    def first_ids(self, prompt: str | list[int]) -> TokenArray:
+        """A first prompt without template: a text, or token ids. Raises RefusedError for ids that the model does not have."""
+        if isinstance(prompt, str):
+            return self.encode(prompt, first=True)
+        self.check_ids(prompt)
+        return np.array(prompt, np.int32)
 
     def encode(self, text: str, *, first: bool) -> TokenArray:
         """A text without template. first: it is the beginning, where the tokenizer may put tokens and a blank of its own."""

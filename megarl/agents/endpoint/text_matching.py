@@ -35,11 +35,11 @@ class KnownText:
         A stop string that ended the answer is in its tokens and not in its text: a prompt that begins with it goes on behind it.
         Raises RefusedError where it does not go on.
         """
+        if self._known is None:
+            ids = model.first_ids(prompt)
+            return Extension(0, ids, prompt if isinstance(prompt, str) else model.decode(prompt))
         if isinstance(prompt, list):
             model.check_ids(prompt)
-        if self._known is None:
-            ids = model.encode(prompt, first=True) if isinstance(prompt, str) else np.array(prompt, np.int32)
-            return Extension(0, ids, prompt if isinstance(prompt, str) else model.decode(prompt))
         if isinstance(prompt, str) != isinstance(self._known, str):
             raise RefusedError(
                 "The episode's prompts are text or token ids, and not both by turns.", code="kind", param="prompt"

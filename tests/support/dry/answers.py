@@ -55,7 +55,6 @@ class Client:
             logprobs=(-1.5 + np.sin(seed + np.arange(length))).astype(np.float32),
             text=f"{seed % 4}",
             finish=finish,
-            finish_message="",
             versions=_spans(versions),
             prompt_tokens=len(ids),
             cached_tokens=0,
