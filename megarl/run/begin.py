@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
@@ -19,11 +19,11 @@ from megarl.core.ray_env import started_again
 from megarl.core.stop import StopRequest
 from megarl.core.timing import PHASE_FILE, PhaseTimer, write_phase
 from megarl.hub.recipe import localize, names_of
+from megarl.models.fingerprint import fingerprint
 from megarl.placement.workload import read_model
 from megarl.recipe.load import Loaded
 from megarl.recipe.save import save_recipe
-from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
+from megarl.recipe.schema import AnyRecipe, Recipe, RecipeT
 from megarl.report.console import Output, RunConsole
 from megarl.report.curve import draw_curve
 from megarl.report.history import METRICS_FILE, best_steps
@@ -34,14 +34,13 @@ from megarl.run.exported import EXPORT, check_note, note_export, note_older_expo
 from megarl.run.lock import check_unlocked, locked
 from megarl.run.model_check import with_linears
 from megarl.run.preflight import CHECKPOINTS, check_start, reading
-from megarl.run.recorder import Recorder
+from megarl.run.recorder import Devices, Recorder
 from megarl.run.recovery import Recoveries
 from megarl.training.run_checkpoints import Checkpoints, Committed
 
 ADAPTER, CURVE, DRIVER_LOG = "adapter", "curve.png", "logs/driver.log"
 PHASE = f"logs/{PHASE_FILE}"
 
-R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
 
 log = get_logger(__name__)
 
@@ -75,7 +74,7 @@ def _checkpoints(recipe: AnyRecipe) -> Checkpoints:
 
 @contextmanager
 def opened(
-    loaded: Loaded[R],
+    loaded: Loaded[RecipeT],
     lines: list[str],
     committed: Committed | None,
     stop: StopRequest,
@@ -168,7 +167,9 @@ def resumes(folder: Path, resume: bool, go_on: bool) -> bool:
         return any((folder / CHECKPOINTS).glob("step_*")) if go_on else resume
 
 
-def found(loaded: Loaded[R], resume: bool, go_on: bool, recoveries: Recoveries | None = None) -> tuple[Loaded[R], bool]:
+def found(
+    loaded: Loaded[RecipeT], resume: bool, go_on: bool, recoveries: Recoveries | None = None
+) -> tuple[Loaded[RecipeT], bool]:
     """The recipe with what its names, actor.lora.targets and epochs stand for, and whether the run goes on from a checkpoint.
 
     recoveries: of the run; rows that an earlier life has counted, all of them tokenised, are not counted again. Raises UserError.
@@ -199,6 +200,33 @@ def handles_of(session: Any, rollout: Rollout, sync: WeightSync, recorder: Recor
         sync=sync,
         recorder=recorder,
         timer=timer,
+    )
+
+
+def recorder_of(
+    run: Open,
+    recipe: AnyRecipe,
+    devices: int,
+    session: Any,
+    names: Sequence[str],
+    data: Any,
+    on_commit: Callable[[], None] = lambda: None,
+    recoveries: int = 0,
+) -> Recorder:
+    """Who writes down what a run does. session: with roles, of which those named are kept. data and so on: as of Recorder."""
+    return Recorder(
+        run.writers,
+        run.console,
+        run.checkpoints,
+        [session.roles[name] for name in names],
+        data,
+        fingerprint(recipe.model.path),
+        session.take_peaks,
+        Devices(devices, recipe.cluster.peak_tflops),
+        recipe.train.async_save,
+        run.stop,
+        on_commit,
+        recoveries,
     )
 
 

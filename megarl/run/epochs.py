@@ -6,7 +6,6 @@ Everything behind it, learning rates, the console, checkpoints and the recipe in
 from __future__ import annotations
 
 from decimal import Decimal
-from typing import TypeVar
 
 from megarl.core.errors import UserError
 from megarl.data import supervised
@@ -16,11 +15,8 @@ from megarl.data.prompts import load_prompts
 from megarl.data.supervised import load_supervised
 from megarl.recipe.check import check_recipe
 from megarl.recipe.load import Loaded
-from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
+from megarl.recipe.schema import AnyRecipe, Recipe, RecipeT
 from megarl.run.preflight import check_model_folder
-
-R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
 
 
 def counts_rows(recipe: AnyRecipe) -> bool:
@@ -28,7 +24,7 @@ def counts_rows(recipe: AnyRecipe) -> bool:
     return recipe.train.epochs is not None
 
 
-def with_steps(loaded: Loaded[R]) -> Loaded[R]:
+def with_steps(loaded: Loaded[RecipeT]) -> Loaded[RecipeT]:
     """The recipe with the steps of its epochs; as it is where it has none. loaded: with files in the place of names.
 
     Rows are counted as they are trained on, so that they are tokenised here as well as later: which are too long, nothing else
@@ -55,7 +51,7 @@ def with_steps(loaded: Loaded[R]) -> Loaded[R]:
     return counted
 
 
-def in_steps(loaded: Loaded[R], steps: int) -> Loaded[R]:
+def in_steps(loaded: Loaded[RecipeT], steps: int) -> Loaded[RecipeT]:
     """The recipe with so many steps in the place of its epochs, which were counted before."""
     train = loaded.recipe.train.model_copy(update={"steps": steps, "epochs": None})
     return loaded.with_recipe(loaded.recipe.model_copy(update={"train": train}))

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+from megarl.core.disk import replace_text
 from megarl.core.json_file import read_object
 
 EXPORT = "hf"
@@ -15,9 +16,7 @@ NOTE = "exported.json"
 
 def note_export(folder: Path, step: int) -> None:
     """Write down that the HF folder in this run's folder is of this step."""
-    temporary = folder / f".{NOTE}.tmp"
-    temporary.write_text(json.dumps({"step": step}))
-    temporary.replace(folder / NOTE)
+    replace_text(folder / NOTE, json.dumps({"step": step}))
 
 
 def check_note(folder: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.checksums import sum_file
+from megarl.core.disk import replace_text
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.core.types import EvalResult
@@ -154,7 +155,7 @@ def check_journal(recipe: Recipe, digests: Digests, taught: Sequence[float] = ()
         if before.get(name) != now.get(name)
         and name not in others
         and not OF_GRADERS.fullmatch(name)
-        and not _among(name, unread)
+        and not among(name, unread)
     ]
     if changed or other_teacher:
         told = [f"  {name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed[:SHOWN]]
@@ -199,11 +200,9 @@ def begin_journal(recipe: Recipe, digests: Digests, taught: Sequence[float] = ()
     if recipe.train.journal:
         with writing(recipe.run.folder):
             folder.mkdir(parents=True, exist_ok=True)
-            temporary = folder / f".{MADE_WITH}.tmp"
             made = made_with(recipe, digests) | {HELD_OUT_ROWS: _held_out(recipe)}
             made |= {TAUGHT: list(taught)} if taught else {}
-            temporary.write_text(json.dumps(made, indent=1))
-            temporary.replace(folder / MADE_WITH)
+            replace_text(folder / MADE_WITH, json.dumps(made, indent=1))
 
 
 def _clear(run: Path) -> None:
@@ -312,13 +311,13 @@ def _later_keys(recipe: Recipe, before: Mapping[str, Any]) -> set[str]:
     }
 
 
-def _among(name: str, keys: Iterable[str]) -> bool:
+def among(name: str, keys: Iterable[str]) -> bool:
     """Whether it is one of these keys, or within one of them."""
     return any(name == key or name.startswith(f"{key}.") for key in keys)
 
 
 def _harmless(name: str) -> bool:
-    return _among(name, HARMLESS) or OF_GRADERS.fullmatch(name) is not None
+    return among(name, HARMLESS) or OF_GRADERS.fullmatch(name) is not None
 
 
 def _texts(value: Any) -> list[str]:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
 
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.core.platform import Platform
-from megarl.data.chat import Tokenizer, behind_turn, load_tokenizer, special_ids, turn_end
+from megarl.data.chat import QUESTION, Tokenizer, behind_turn, load_tokenizer, special_ids, turn_end
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import EOS, GENERATION, load_model_config
 from megarl.models.lora_settings import LoraSettings, adaptable, all_linears
 from megarl.recipe.load import Loaded
 from megarl.recipe.roles import ALL_LINEARS
-from megarl.recipe.schema import AnyRecipe, Recipe
-from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe, SupervisedRecipe
+from megarl.recipe.schema import AnyRecipe, Recipe, RecipeT
+from megarl.recipe.supervised import RmRecipe, SupervisedRecipe
 
 CLOCK = "strftime_now("  # what a template asks for the date
-R = TypeVar("R", Recipe, SftRecipe, RmRecipe, DpoRecipe, KtoRecipe)
 
 END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3: SGLang ends a response at it whatever the configs say
 
@@ -38,7 +36,7 @@ def check_head(recipe: SupervisedRecipe, model: ModelConfig) -> None:
         )
 
 
-def with_linears(loaded: Loaded[R], model: ModelConfig | None = None) -> Loaded[R]:
+def with_linears(loaded: Loaded[RecipeT], model: ModelConfig | None = None) -> Loaded[RecipeT]:
     """The recipe with the names of its model's linears in the place of `actor.lora.targets: all`. model: where it is read."""
     recipe = loaded.recipe
     lora = recipe.actor.lora
@@ -94,12 +92,11 @@ def _writes_day(tokenizer: Tokenizer) -> bool:
     template = tokenizer.chat_template
     if not isinstance(template, str) or CLOCK not in template:
         return False
-    asked = [{"role": "user", "content": "1+1"}]
 
     def rendered(day: str) -> str:
         # In the place of the function a text, whose method of that name gives it back.
         dated = template.replace(CLOCK, f"'{day}'.format(")
-        return str(tokenizer.apply_chat_template(asked, tokenize=False, chat_template=dated))
+        return str(tokenizer.apply_chat_template([QUESTION], tokenize=False, chat_template=dated))
 
     try:
         return rendered("one day") != rendered("another")

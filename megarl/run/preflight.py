@@ -22,6 +22,7 @@ from megarl.agents.check import check_agent
 from megarl.core.errors import UserError
 from megarl.core.platform import Platform
 from megarl.core.types import Prompt
+from megarl.core.words import shortened
 from megarl.data import supervised
 from megarl.data.chat import load_tokenizer
 from megarl.data.mix import rows_by_set, with_sets
@@ -316,7 +317,7 @@ def reading() -> Iterator[None]:
         if error.filename is None:
             raise
         name = str(error.filename)
-        shown = name if len(name) < 200 else f"{name[:200]}..."
+        shown = shortened(name, 200)
         raise UserError(
             f"{shown} cannot be used: {error.strerror}. Correct the path in the recipe, or the permissions there."
         ) from error

@@ -17,7 +17,6 @@ from megarl.core.scratch import Scratch
 from megarl.core.stop import StopRequest
 from megarl.core.types import EvalResult
 from megarl.hub.recipe import localize
-from megarl.models.fingerprint import fingerprint
 from megarl.placement.apply import place
 from megarl.placement.workload import read_model
 from megarl.recipe.layouts import kept_roles
@@ -25,12 +24,11 @@ from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.save import RECIPE_FILE
 from megarl.recipe.schema import Recipe
 from megarl.report.history import METRICS_FILE, Row, read_history
-from megarl.run.begin import finish, handles_of, opened, say
+from megarl.run.begin import finish, handles_of, opened, recorder_of, say
 from megarl.run.epochs import with_steps
 from megarl.run.journal import changes
 from megarl.run.model_check import with_linears
 from megarl.run.preflight import RESULTS, preflight, reading
-from megarl.run.recorder import Devices, Recorder
 from megarl.run.replayable import (
     Replay,
     check_greedy,
@@ -140,18 +138,7 @@ def _replay(
     with opened(loaded, [replay.told(), *changed, *checked.lines()], None, stop=stop, again=again) as run:
         with run.timer.phase("start"):
             session = run.stack.enter_context(replay_session(recipe, checked, replay.journal, run.timer, scratch))
-            recorder = Recorder(
-                run.writers,
-                run.console,
-                run.checkpoints,
-                [session.roles[name] for name in kept_roles(recipe)],
-                session.samples,
-                fingerprint(recipe.model.path),
-                session.take_peaks,
-                Devices(checked.plan.devices, recipe.cluster.peak_tflops),
-                recipe.train.async_save,
-                run.stop,
-            )
+            recorder = recorder_of(run, recipe, checked.plan.devices, session, kept_roles(recipe), session.samples)
             state = recorder.restore(replay.start)
         handles = handles_of(session, Replayed(session.samples), NoServers(), recorder, run.timer)
         # Learning rates are those of the whole run: only the loop ends with the last step of the replay.

@@ -15,7 +15,7 @@ from megarl.recipe.schema import Recipe
 from megarl.recipe.scoring import served_columns
 from megarl.rollout.decisions import Decision, read_decisions, standing
 from megarl.rollout.journal import JOURNAL, steps_of
-from megarl.run.journal import MADE_WITH, other_rows
+from megarl.run.journal import MADE_WITH, among, other_rows
 from megarl.run.preflight import CHECKPOINTS
 from megarl.run.resume_check import check_resumed
 from megarl.training.run_checkpoints import Checkpoints, Committed, step_damage
@@ -129,7 +129,7 @@ def _has(taken: Decision, there: set[int]) -> bool:
 def check_overrides(overrides: Iterable[str]) -> None:
     """Refuse keys that have decided already what is in the journal. Raises UserError."""
     names = [text.partition("=")[0] for text in overrides]
-    wrong = [name for name in names if any(name == key or name.startswith(f"{key}.") for key in DECIDED)]
+    wrong = [name for name in names if among(name, DECIDED)]
     if wrong:
         raise UserError(
             f"{', '.join(wrong)}: a replay trains on samples as they were generated and graded, and asks no server. What can be "

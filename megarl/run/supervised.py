@@ -7,13 +7,11 @@ from typing import TypeVar
 
 from megarl.core.scratch import Scratch
 from megarl.core.stop import StopRequest
-from megarl.models.fingerprint import fingerprint
 from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 from megarl.report.history import METRICS_FILE
-from megarl.run.begin import end, finish, found, opened
+from megarl.run.begin import end, finish, found, opened, recorder_of
 from megarl.run.preflight import preflight_supervised
-from megarl.run.recorder import Devices, Recorder
 from megarl.run.recovery import Recoveries, live
 from megarl.sft import SupervisedHandles, supervise
 
@@ -43,17 +41,13 @@ def _supervise(
         recoveries.tell()
         with run.timer.phase("start"):
             session = run.stack.enter_context(supervised_session(recipe, checked, run.timer, scratch))
-            recorder = Recorder(
-                run.writers,
-                run.console,
-                run.checkpoints,
-                [session.roles["actor"]],
+            recorder = recorder_of(
+                run,
+                recipe,
+                checked.plan.devices,
+                session,
+                ["actor"],
                 session.feeder,
-                fingerprint(recipe.model.path),
-                session.take_peaks,
-                Devices(checked.plan.devices, recipe.cluster.peak_tflops),
-                recipe.train.async_save,
-                run.stop,
                 recoveries=recoveries.total,
             )
             state = recorder.restore(run.committed)

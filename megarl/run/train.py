@@ -14,19 +14,17 @@ from rich.console import Console
 from megarl.core.protocols import State
 from megarl.core.scratch import Scratch
 from megarl.core.stop import StopRequest
-from megarl.models.fingerprint import fingerprint
 from megarl.placement.apply import place
 from megarl.recipe.layouts import kept_roles
 from megarl.recipe.load import Loaded, load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.report.history import METRICS_FILE
-from megarl.run.begin import Open, end, finish, found, handles_of, opened
+from megarl.run.begin import Open, end, finish, found, handles_of, opened, recorder_of
 from megarl.run.cores import share_cores
 from megarl.run.journal import begin_journal, check_journal, evaluations_before, trim_journal
 from megarl.run.kept import Kept
 from megarl.run.past_run import advice
 from megarl.run.preflight import preflight
-from megarl.run.recorder import Devices, Recorder
 from megarl.run.recovery import Recoveries, live
 from megarl.run.rewind import rewinding
 from megarl.train import train
@@ -81,17 +79,13 @@ def _train(
         begin_journal(recipe, checked.digests, checked.taught, keeps=reads)  # this life has the folder now
         with run.timer.phase("start"):
             session = run.stack.enter_context(train_session(recipe, checked, run.timer, scratch, kept))
-            recorder = Recorder(
-                run.writers,
-                run.console,
-                run.checkpoints,
-                [session.roles[name] for name in kept_roles(recipe)],
+            recorder = recorder_of(
+                run,
+                recipe,
+                checked.plan.devices,
+                session,
+                kept_roles(recipe),
                 session.rollout,
-                fingerprint(recipe.model.path),
-                session.take_peaks,
-                Devices(checked.plan.devices, recipe.cluster.peak_tflops),
-                recipe.train.async_save,
-                run.stop,
                 on_commit=lambda: trim_journal(recipe, run.checkpoints.committed(), session.rollout.samples.forget),
                 recoveries=recoveries.total,
             )

@@ -16,7 +16,7 @@ from megarl.core.versions import pins
 from megarl.models.config import Rope
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.load import load_recipe
-from megarl.recipe.rules import longest_sample
+from megarl.recipe.rollout_rules import longest_sample
 from megarl.recipe.run import Run
 from megarl.run.plan import PlanOptions, run_plan
 from megarl.run.servers_check import (

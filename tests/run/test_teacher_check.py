@@ -15,7 +15,7 @@ from megarl.core.errors import UserError
 from megarl.data.chat import load_tokenizer
 from megarl.models.hf_config import load_model_config
 from megarl.recipe.load import load_recipe
-from megarl.recipe.rules import longest_sample
+from megarl.recipe.rollout_rules import longest_sample
 from megarl.run.teacher_check import check_teacher
 from megarl.serving.external import probe_ids
 from megarl.serving.server_flags import SPARE_TOKENS
