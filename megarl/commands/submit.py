@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from megarl.commands.options import Overrides, RecipePath
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.interrupts import Interrupts, as_error
 from megarl.launch.script import TEMPLATE
@@ -23,10 +24,6 @@ def _slurm(help_: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=help_, rich_help_panel=SLURM, **settings)
 
 
-RecipePath = Annotated[Path, typer.Argument(help="YAML recipe.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Values over the recipe's: key.path=value.", show_default=False)
-]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a submitted run.", show_default=False)]
 ToSlurm = Annotated[bool, _slurm("From a login node of a SLURM cluster.", "--slurm")]
 Nodes = Annotated[int, _slurm("How many.", min=1)]

@@ -31,9 +31,7 @@ def exchange_bytes(config: ModelConfig, choice: Layouts, cluster: Cluster) -> An
     """[N] bytes that stay on a device from a trained role's first step on; 0 where nothing is sent, and without NCCL."""
     if not cluster.device.offloads_to_host:
         return np.zeros(len(choice))
-    sent = _sending(choice.cp, choice.tp, cluster, most=2) + _sending(
-        choice.pp, choice.devices // choice.pp, cluster, most=2
-    )
+    sent = _to_neighbours(choice, cluster)
     if config.moe is None:
         return sent
     # How many tokens each expert has, over ep and etp; gradients, over the copies of an expert; the loss that balances them.
@@ -49,13 +47,16 @@ def frozen_bytes(config: ModelConfig, choice: Layouts, cluster: Cluster) -> Any:
     """
     if not cluster.device.offloads_to_host:
         return np.zeros(len(choice))
-    sent = _sending(choice.cp, choice.tp, cluster, most=2) + _sending(
-        choice.pp, choice.devices // choice.pp, cluster, most=2
-    )
-    sent = sent + (choice.tp > 1) * RING * PAIR
+    sent = _to_neighbours(choice, cluster) + (choice.tp > 1) * RING * PAIR
     if config.moe is None:
         return sent
     return sent + _sending(choice.ep, choice.etp, cluster) + (choice.ep * choice.etp > 1) * RING * PAIR + WORKSPACES
+
+
+def _to_neighbours(choice: Layouts, cluster: Cluster) -> Any:
+    """[N] bytes of the sends around a ring of sequences' parts and along the stages of a pipeline."""
+    stages = _sending(choice.pp, choice.devices // choice.pp, cluster, most=2)
+    return _sending(choice.cp, choice.tp, cluster, most=2) + stages
 
 
 def _sending(size: Any, apart: Any, cluster: Cluster, most: int | None = None) -> Any:
