@@ -135,6 +135,11 @@ def special_ids(tokenizer: Tokenizer) -> set[int]:
     return {*tokenizer.all_special_ids, *marked}
 
 
+def special_texts(tokenizer: Tokenizer) -> set[str]:
+    """How the special tokens are spelled."""
+    return {str(tokenizer.decode([token], skip_special_tokens=False)) for token in special_ids(tokenizer)}
+
+
 def check_messages(value: object, row: Row, key: str) -> list[Message]:
     """A field's value as chat messages: a list of objects, each with the strings `role` and `content`.
 

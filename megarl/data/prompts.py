@@ -17,7 +17,7 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, TokenArray
-from megarl.data.answers import Answer, final_answer
+from megarl.data.answers import ENDS_KEY, Answer, final_answer, thinking_ends
 from megarl.data.chat import (
     SYSTEMS,
     Message,
@@ -28,6 +28,7 @@ from megarl.data.chat import (
     has_chat_template,
     opens_turn,
     render,
+    special_texts,
     turn_mark,
 )
 from megarl.data.digests import TEMPLATE, Digester
@@ -143,12 +144,14 @@ def load_prompts(path: Path, tokenizer: Tokenizer, data: Data, *, answered: bool
     Raises UserError: a malformed row, a prompt that is too long (over_length: error), or nothing left.
     """
     prompts: list[Prompt] = []
-    num_dropped = 0
+    num_dropped, hidden = 0, special_texts(tokenizer)
     for parsed, ids, text in _tokenised(path, tokenizer, data, answered=answered):
         if len(ids) == 0:
             raise UserError(f"{parsed.row.where}, field {data.prompt_key!r}: the prompt has no tokens.")
         if len(ids) <= data.max_prompt_tokens:
             metadata = {**parsed.metadata, MESSAGES_KEY: parsed.messages}
+            if (ends := thinking_ends(text, hidden)) is not None:
+                metadata[ENDS_KEY] = ends
             prompts.append(Prompt(parsed.row.id, ids, text, parsed.answer, metadata, parsed.max_response_tokens))
         elif data.over_length == "drop":
             num_dropped += 1

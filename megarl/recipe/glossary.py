@@ -174,6 +174,9 @@ ENTRIES = (
     Entry("train.keep_last", "max_actor_ckpt_to_keep", "", "save_total_limit", "max_ckpt_num", nemo_rl="keep_top_k"),
     Entry("train.async_save", "", "async_save", "", ""),
     Entry("report.wandb", "logger project_name", "use_wandb wandb_project", "report_to", "use_wandb wandb_project", nemo_rl="wandb_enabled"),
+    Entry("report.profiler.steps", "global_profiler.steps", "profile_step_start", "", ""),
+    Entry("report.profiler.ranks", "profiler.ranks", "profile_ranks", "", ""),
+    Entry("report.writer", "", "", "", "", nemo_rl="mlflow_enabled swanlab_enabled"),
     Entry("report.tensorboard", "", "use_tensorboard", "logging_dir", "use_tensorboard", nemo_rl="tensorboard_enabled"),
 )  # fmt: skip
 

@@ -13,6 +13,7 @@ PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 Recompute = Literal["none", "selective", "full"]
 # How long a run is: one of the two. Epochs are steps once the rows are counted (run/epochs).
 Steps = Annotated[int, Field(ge=0)]

@@ -42,6 +42,7 @@ from megarl.recipe.rollout_rules import longest_served, served_parts
 from megarl.recipe.sampling_rules import staleness_notes
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import SupervisedRecipe
+from megarl.recipe.writer import writer_class
 from megarl.rewards.check import check_graders, taken_back_notes
 from megarl.run.devices import check_devices, check_room_beside
 from megarl.run.exported import EXPORT, exported_step
@@ -323,11 +324,13 @@ def reading() -> Iterator[None]:
 
 
 def _check_report(recipe: AnyRecipe) -> None:
-    """Raises UserError where a writer is missing that the recipe asks for."""
+    """Raises UserError where a writer is missing that the recipe asks for, or one of the user's is none."""
     if recipe.report.wandb is not None and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "report.wandb is set, but wandb is not installed. Install it (pip install wandb), or leave report.wandb out."
         )
+    if recipe.report.writer is not None:
+        writer_class(recipe.report.writer)
 
 
 def _check_generation(recipe: Recipe, platform: Platform) -> tuple[ModelConfig, int]:

@@ -20,6 +20,7 @@ from megarl.cluster.samples import LaunchingSamples, Samples
 from megarl.cluster.server_launch import LaunchingPool
 from megarl.cluster.server_start import Launched, Source, Starter
 from megarl.cluster.slots import ServerSlot, server_slots, share_no_device
+from megarl.cluster.step_profiler import StepProfiler
 from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import BLAME_S, WeightSync
 from megarl.core.errors import MegarlError
@@ -185,6 +186,10 @@ def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[st
         for name in pools
     }
     groups = {name: ranks.ready(longest) for name, ranks in launching.items()}
+    if (profiler := recipe.report.profiler) is not None:
+        waiter.timer.around = StepProfiler(
+            tuple(groups.values()), profiler, recipe.run.folder.resolve(), deadlines.save_s
+        )
     return {role: groups[name] for name, pool in pools.items() for role in pool.roles}
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers import AddedToken
 
 from megarl.core.errors import UserError
 from megarl.data.digests import TEMPLATE
@@ -37,6 +38,28 @@ def test_a_string_becomes_a_user_message_under_a_chat_template(tmp_path: Path, c
     asked = [{"role": "user", "content": "1+1?"}]
     assert prompt.metadata == {"level": 3, "tags": ["sum"], "prompt_messages": asked}
     assert (len(loaded), loaded.num_dropped, loaded.longest_tokens) == (1, 0, len(prompt.token_ids))
+
+
+@pytest.mark.parametrize(
+    ("opened", "special", "ends"),
+    [
+        ("<think>\n", False, "</think>"),
+        ("[THINK]", False, "[/THINK]"),
+        ("<think>\n\n</think>\n\n", False, None),
+        ("<think>\n", True, None),  # no response shows it
+        ("", False, None),
+    ],
+)
+def test_a_prompt_that_opens_the_thinking_says_what_ends_it(
+    opened: str, special: bool, ends: str | None, tmp_path: Path
+) -> None:
+    opens = CHAT_TEMPLATE.replace("assistant\\n", f"assistant\\n{opened}")
+    assert (opens == CHAT_TEMPLATE) == (not opened)
+    tokenizer = make_tokenizer(chat_template=opens)
+    tokenizer.add_tokens([AddedToken("</think>", special=special)])
+    path = write(tmp_path, {"prompt": "1+1?", "answer": "2"})
+    (prompt,) = load_prompts(path, tokenizer, data(path)).prompts
+    assert prompt.text.endswith(f"assistant\n{opened}") and prompt.metadata.get("thinking_ends") == ends
 
 
 def test_a_string_stands_as_it_is_without_a_chat_template(tmp_path: Path, plain_tokenizer: Any) -> None:

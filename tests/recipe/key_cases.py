@@ -103,7 +103,18 @@ COMMON: dict[str, Sequence[str]] = {
     **_under(
         "deadlines", {f"{name}_s": ["9000.0"] for name in ("start", "rollout", "train", "sync", "save", "answer")}
     ),
-    **_under("report", {"tensorboard": ["false"], "wandb.project": ["another"], "samples": ["1"]}),
+    **_under(
+        "report",
+        {
+            "tensorboard": ["false"],
+            "wandb.project": ["another"],
+            "writer": [f"{OWN}:Told"],
+            "profiler.steps": ["[2]"],
+            "profiler.ranks": ["[1]"],
+            "profiler.memory": ["true"],
+            "samples": ["1"],
+        },
+    ),
 }
 _REFERENCE = {**_under("reference.parallel", _PARALLEL), **_under("reference", {**_FROZEN, "refresh_every": ["1"]})}
 
@@ -500,6 +511,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "cuda": _CUDA,
         "bfloat16 on cuda": [*_CUDA, f"model.path={ROOT}/wide"],
         "wandb": ["report.wandb={}"],
+        "profiled": [_TWO, "report.profiler={steps: [1]}"],
         "searched": [_SEARCH],
         "searched, critic and scores": [_PPO, _KL, _SCORED, _SEARCH],
         "searched, distilled": [*_DISTILL, _SEARCH],
@@ -526,6 +538,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
             "by epochs": _EPOCHS,
             "mixed": ["data.mix={a: 3, b: 1}"],
             "wandb": ["report.wandb={}"],
+            "profiled": [_TWO, "report.profiler={steps: [1]}"],
             **_role_contexts("actor"),
             **_optimizer_contexts("actor"),
             **extra,
@@ -621,7 +634,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "train.keep_best": ("plain", "best"),
     "train.epochs": ("plain", "by epochs"),
     "dpo": ("plain", *_PAIR_LOSSES),
-    "report": ("plain", "wandb"),
+    "report": ("plain", "wandb", "profiled"),
 }
 
 # Keys that no configuration accepts another value of, and why they are there all the same.
