@@ -19,6 +19,7 @@ from megarl.core.errors import UserError
 from megarl.core.types import Prompt, TokenArray
 from megarl.data.answers import ENDS_KEY, Answer, final_answer, thinking_ends
 from megarl.data.chat import (
+    ROW_KWARGS,
     SYSTEMS,
     Message,
     Tokenizer,
@@ -28,6 +29,7 @@ from megarl.data.chat import (
     has_chat_template,
     opens_turn,
     render,
+    row_template_kwargs,
     special_texts,
     turn_mark,
 )
@@ -317,6 +319,11 @@ def _tokenised(
     rows, hearing = (parse_row(row, data, answered=answered) for row in read_rows(path)), Hearing()
     while batch := list(islice(rows, ROWS_PER_BATCH)):
         for parsed in batch:
+            if not answered and parsed.row.fields.get(ROW_KWARGS):
+                raise UserError(
+                    f"{parsed.row.where}, field {ROW_KWARGS!r}: later turns of an episode are rendered as the recipe says. Set "
+                    f"data.{ROW_KWARGS} for all rows, and leave the field out."
+                )
             said = parsed.row.get(data.prompt_key, "")
             if isinstance(said, str):
                 check_unrendered(said, mark, parsed.row)
@@ -325,6 +332,7 @@ def _tokenised(
 
 
 def _text(parsed: PromptRow, tokenizer: Tokenizer, templated: bool, hearing: Hearing) -> str:
+    row_template_kwargs(parsed.row, tokenizer)
     if isinstance(parsed.prompt, str) and not templated:
         return parsed.prompt
     shown = partial(render, tokenizer, row=parsed.row, generation_prompt=True)

@@ -52,6 +52,7 @@ from megarl.run.rows_check import (
     check_best,
     check_best_label,
     check_graded,
+    check_margins,
     check_sets,
     check_tokens,
     checked_prompts,
@@ -221,6 +222,7 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     for file, loaded in zip(files, (rows, *held_out), strict=True):
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
+        check_margins(recipe, file, loaded)
     check_best_label(recipe, held_out)
     sets = supervised.rows_by_set(rows, recipe.data)
     trained = sum(map(len, sets.values())) or len(rows)

@@ -77,6 +77,19 @@ def test_messages_and_strings_give_the_same_prompt(tmp_path: Path, chat_tokenize
     assert first.metadata["prompt_messages"] == second.metadata["prompt_messages"] == chat
 
 
+def test_a_row_gives_the_template_what_it_reads_but_not_in_episodes(tmp_path: Path, plain_tokenizer: Any) -> None:
+    tokenizer = make_tokenizer(chat_template="{% if mood %}{{ '(' + mood + ')' }}{% endif %}" + CHAT_TEMPLATE)
+    path = write(tmp_path, {"prompt": "1+1?", "answer": "2", "chat_template_kwargs": {"mood": "glad"}})
+    (prompt,) = load_prompts(path, tokenizer, data(path)).prompts
+    assert prompt.text.startswith("(glad)<|im_start|>")
+    with pytest.raises(
+        UserError, match=r"line 1, field 'chat_template_kwargs'.*Set data\.chat_template_kwargs for all rows"
+    ):
+        load_prompts(path, tokenizer, data(path), answered=False)
+    with pytest.raises(UserError, match="has no chat template that could read mood"):
+        load_prompts(path, plain_tokenizer, data(path))
+
+
 @pytest.mark.parametrize("suffix", ["", "\n"])
 def test_a_template_that_is_rendered_already_is_not_rendered_again(
     tmp_path: Path, chat_tokenizer: Any, plain_tokenizer: Any, suffix: str

@@ -365,6 +365,7 @@ SFT: dict[str, Sequence[str]] = {
     **_under("data", {"train": [f"{ROOT}/demonstrations2.jsonl"], "eval": [f"{ROOT}/demonstrations2.jsonl"]}),
     **_under("data", {"response_key": ["reply"], "messages_key": ["chat"]}),
     "actor.micro_batch_tokens": ["72"],
+    "sft.loss": ["dft"],
 }
 _PAIRS = {
     **_ROWS,
@@ -378,7 +379,7 @@ DPO: dict[str, Sequence[str]] = {
     **_under(
         "dpo",
         {
-            "loss": ["ipo", "simpo", "orpo"],
+            "loss": ["robust", "hinge", "ipo", "apo_zero", "apo_down", "simpo", "orpo"],
             "margin": ["0.5"],
             "beta": ["0.5"],
             "label_smoothing": ["0.2"],
@@ -393,7 +394,9 @@ KTO: dict[str, Sequence[str]] = {
     **_under("data", {"train": [f"{ROOT}/labelled2.jsonl"], "eval": [f"{ROOT}/labelled2.jsonl"]}),
     **_under("data", {"response_key": ["reply"], "label_key": ["good"]}),
     "actor.micro_batch_tokens": ["72"],
-    **_under("kto", {"beta": ["0.5"], "desirable_weight": ["1.5"], "undesirable_weight": ["0.5"]}),
+    **_under(
+        "kto", {"loss": ["apo_zero"], "beta": ["0.5"], "desirable_weight": ["1.5"], "undesirable_weight": ["0.5"]}
+    ),
 }
 _PAIR_LOSSES = {loss: [f"dpo.loss={loss}"] for loss in ("ipo", "simpo", "orpo")}
 VALUES: dict[str, dict[str, Sequence[str]]] = {"train": TRAIN, "sft": SFT, "rm": RM, "dpo": DPO, "kto": KTO}

@@ -263,6 +263,7 @@ def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
         "report.samples",
         "reward.fn",  # in test_reward.py: no further key makes it count
         "dpo.label_smoothing",
+        "dpo.margin",
         "dpo.length_normalized",
         "dpo.sft_coef",
         "cluster.file",
