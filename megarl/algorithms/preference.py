@@ -38,6 +38,40 @@ def ipo_loss(lead: Tensor, beta: float) -> Tensor:
     return ((lead - 0.5) / beta).square()
 
 
+def robust_loss(lead: Tensor, label_smoothing: float) -> Tensor:
+    """(-(1 - e) log sigmoid(lead) + e log sigmoid(-lead)) / (1 - 2 e): [P] float.
+
+    Of rDPO (arXiv 2403.00409): in the mean over labels of which a share e is the wrong way round it is the loss of right ones.
+
+    lead: as of `bradley_terry_loss`. label_smoothing: e. Raises ValueError where it is not in [0, 0.5).
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must be at least 0 and below 0.5; got {label_smoothing}")
+    right, wrong = (1 - label_smoothing) * logsigmoid(lead), label_smoothing * logsigmoid(-lead)
+    return (wrong - right) / (1 - 2 * label_smoothing)
+
+
+def hinge_loss(lead: Tensor) -> Tensor:
+    """max(0, 1 - lead): [P] float, of SLiC and RSO (arXiv 2305.10425; 2309.06657). lead: as of `bradley_terry_loss`."""
+    return torch.relu(1 - lead)
+
+
+def apo_zero_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """1 - sigmoid(chosen) + sigmoid(rejected): [P] float, of APO-zero (arXiv 2408.06266, equation 7).
+
+    chosen, rejected: [P] float, rewards: one goes up, the other down, whatever is between them.
+    """
+    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+
+
+def apo_down_loss(chosen: Tensor, lead: Tensor) -> Tensor:
+    """sigmoid(chosen) + 1 - sigmoid(lead): [P] float, of APO-down (arXiv 2408.06266, equation 8).
+
+    chosen: [P] float, rewards. lead: as of `bradley_terry_loss`. Both answers go down, the rejected one further.
+    """
+    return torch.sigmoid(chosen) + torch.sigmoid(-lead)
+
+
 def log_odds(logprobs: Tensor) -> Tensor:
     """log(p / (1 - p)) of p = exp(logprobs): [P] float, of ORPO (arXiv 2403.07691, equation 4).
 

@@ -21,7 +21,7 @@ from megarl.data.supervised import demonstrations_of, load_supervised, rows_by_s
 from megarl.data.unpaired import mismatched
 from megarl.models.flops import train_flops
 from megarl.models.hf_config import load_model_config
-from megarl.recipe.supervised import PairData, RmRecipe, SupervisedRecipe, UnpairedData
+from megarl.recipe.supervised import PairData, RmRecipe, SupervisedRecipe, UnpairedData, estimates_kl
 
 
 class FeederActor:
@@ -62,7 +62,9 @@ class FeederActor:
         if isinstance(data, PairData):
             packed = pack_pairs(rows, scored=isinstance(self._recipe, RmRecipe), **sizes)
         elif isinstance(data, UnpairedData):
-            packed, others = (pack_unpaired(each, **sizes) for each in (rows, mismatched(rows, data.max_tokens)))
+            packed = pack_unpaired(rows, **sizes)
+            if estimates_kl(self._recipe):
+                others = pack_unpaired(mismatched(rows, data.max_tokens), **sizes)
         else:
             packed = pack_sft(rows, **sizes)
         texts = [each for row in rows for each in demonstrations_of(row)]
@@ -110,8 +112,7 @@ class Feeder:
         facts = waiter.wait(
             [Call(worker, handle.facts.remote())], phase="start", role="feeder", deadline_s=recipe.deadlines.start_s
         )[0]
-        mismatches = isinstance(recipe.data, UnpairedData)
-        return cls(Worker(handle, spec, facts), waiter, num_shards, recipe.deadlines.train_s, mismatches)
+        return cls(Worker(handle, spec, facts), waiter, num_shards, recipe.deadlines.train_s, estimates_kl(recipe))
 
     def take(self, step: int) -> Batch:
         """The step's rows, packed, as references."""

@@ -33,6 +33,7 @@ from megarl.training.spec import RoleSpec
 
 if TYPE_CHECKING:
     from megarl.sync.transport import Transport
+    from megarl.training.step_profile import StepProfile
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class RankActor:
         answer(spec.collectives)
         self._rank = Rank(rank, world_size, platform, seed, Progress(spec.progress if rank == 0 else None), threads)
         self._sending: tuple[Sending, Transport] | None = None
+        self._profile: StepProfile | None = None
         importlib.import_module("megarl.sync.transport")  # while others start, and not in the first sync
 
     def facts(self) -> ProcessFacts:
@@ -220,6 +222,18 @@ class RankActor:
         )
         self._sending = sending, made
         return made
+
+    def begin_profile(self, memory: bool) -> None:
+        """Have torch's profiler watch this process from here on. memory: also what is allocated and freed."""
+        from megarl.training.step_profile import StepProfile
+
+        self._profile = StepProfile(memory=memory)
+
+    def end_profile(self, file: Path) -> str:
+        """Write what it saw; what went wrong with that, or nothing. Called after begin_profile."""
+        profile, self._profile = self._profile, None
+        assert profile is not None
+        return profile.end(file)
 
     def leave_servers(self, servers: Sequence[ServerEndpoint], deadline_s: float) -> dict[str, str]:
         """Give up what servers and this rank keep of each other from sync to sync; which did not, and why. For rank 0."""

@@ -174,6 +174,10 @@ class RolloutPool:
         yield
         self.servers.sleep(set(then_sleep).intersection(offloaded), deadline_s)
 
+    def make_room(self) -> None:
+        """Have the servers sleep before anybody was asked, as they do once a step's samples are there: weights wake them."""
+        self.servers.sleep(self.recipe.rollout.offload, self.recipe.deadlines.sync_s)
+
     def advantages(self, batch: Batch, columns: dict[str, ColumnRefs]) -> Learnable:
         """What the updates learn from."""
         return self.samples.advantages(batch, columns)

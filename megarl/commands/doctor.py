@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -112,7 +113,8 @@ def diagnose(platform: Platform | None = None) -> Diagnosis:
     wanted = pins()
     findings = [_python(), *_devices(platform)]
     findings += [_part(part, platform.name, wanted.get(part.distribution)) for part in PARTS]
-    findings += [_compiler(), *_kernel_tools(), *_flash_attention()] if platform.has_device_memory else []
+    if platform.has_device_memory:
+        findings += [_compiler(), _python_headers(), *_kernel_tools(), *_flash_attention()]
     findings += [_apex(platform.name), _wandb_key(), _ray()]
     if not wanted:
         cost = "versions cannot be checked: install megarl with `pip install -e .`"
@@ -216,6 +218,17 @@ def _compiler() -> Finding:
         return Finding("C compiler", Level.OK, found)
     cost = "kernels that Triton compiles do not start: Megatron's fused ones, SGLang's. Install gcc or clang, or set CC"
     return Finding("C compiler", Level.NOTE, "none", "gcc or clang", cost)
+
+
+def _python_headers() -> Finding:
+    """What Triton compiles includes Python.h, from where Triton looks for it (its runtime/build.py)."""
+    scheme = sysconfig.get_default_scheme()
+    folder = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    header = Path(folder) / "Python.h"
+    if header.is_file():
+        return Finding("Python's headers", Level.OK, str(header))
+    cost = "kernels that Triton compiles do not start: what starts them includes Python.h. Install this Python's (python3-dev)"
+    return Finding("Python's headers", Level.NOTE, "none", str(header), cost)
 
 
 def _kernel_tools() -> list[Finding]:

@@ -18,7 +18,7 @@ class MetricSpec:
 
 _OF_LOSSES: Mapping[str, MetricSpec] = MappingProxyType(
     {
-        "sft/loss": MetricSpec("nats", "cross entropy, mean over the step's assistant tokens", ".4f"),
+        "sft/loss": MetricSpec("nats", "loss of tokens as sft.loss says, mean over the step's assistant tokens", ".4f"),
         "rm/loss": MetricSpec(
             "nats",
             "-log sigmoid(chosen - rejected - margin) + center_coef (chosen + rejected)^2, mean over pairs",
@@ -60,7 +60,7 @@ _OF_LOSSES: Mapping[str, MetricSpec] = MappingProxyType(
         "kto/log_ratio": MetricSpec("nats", "log-prob of the answer - the reference's, mean over rows", ".3f"),
         "kto/kl": MetricSpec(
             "nats",
-            "KL of the policy to the reference: mean log-ratio of answers behind other rows' prompts, at least 0",
+            "KL of the policy to the reference: mean log-ratio of answers behind others' prompts, at least 0; 0 with apo_zero",
             ".3f",
         ),
         "kto/desirable_reward": MetricSpec(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,7 @@ class PhaseTimer:
     on_phase: called with (step, phase) as a phase begins or goes on, with (step, None) as it ends; step is None outside of
     steps.
     on_progress: called with how far the operation is that the driver waits for, as often as it looks.
+    around: a context of each step, which is entered before its time begins, and left after it has ended.
     clock: seconds that only go up. ranks_evaluate: whether held-out rows are the ranks' work, and not the servers'.
     """
 
@@ -74,6 +75,7 @@ class PhaseTimer:
         self.last: tuple[int | None, str] | None = None  # the step and the phase that began, or went on, last
         self._on_phase = on_phase
         self.on_progress = on_progress
+        self.around: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
         self._clock = clock
         self._origin = clock()
         self._step: int | None = None
@@ -82,6 +84,7 @@ class PhaseTimer:
         self._waits = 0  # how many waiting() are open
         self._waited_s = 0.0
         self._step_s = 0.0
+        self._own_s = 0.0  # the driver's own, of the last step
         self._phases: dict[str, float] = {}
 
     def elapsed_s(self) -> float:
@@ -92,13 +95,15 @@ class PhaseTimer:
     def step(self, number: int) -> Iterator[None]:
         """One step; forgets the one before."""
         assert self._step is None, f"step {number} began inside of step {self._step}"
-        self._step, self._phases, self._waited_s, self._step_s = number, {}, 0.0, 0.0
-        start = self.elapsed_s()
-        try:
-            yield
-        finally:
-            self._step = None
-            self._step_s = self.add_span("step", "driver", start).end - start
+        with self.around(number):
+            self._step, self._phases, self._waited_s, self._step_s = number, {}, 0.0, 0.0
+            start = self.elapsed_s()
+            try:
+                yield
+            finally:
+                self._step = None
+                self._step_s = self.add_span("step", "driver", start).end - start
+                self._own_s = max(0.0, self._step_s - self._waited_s)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -148,11 +153,10 @@ class PhaseTimer:
         """
         assert self._step is None, "metrics are of a finished step"
         step_s, update_s = self._step_s, self._phases.get("update", 0.0)
-        driver_s = max(0.0, step_s - self._waited_s)
-        metrics = {"perf/step_s": step_s, "perf/driver_s": driver_s}
+        metrics = {"perf/step_s": step_s, "perf/driver_s": self._own_s}
         metrics |= {f"perf/{name}_s": seconds for name, seconds in self._phases.items()}
         if step_s > 0:
-            metrics["perf/driver_fraction"] = driver_s / step_s
+            metrics["perf/driver_fraction"] = self._own_s / step_s
             metrics["perf/tokens_per_s"] = num_tokens / step_s
             busy_s = sum(self._phases.get(name, 0.0) for name in self._of_ranks)
             metrics["perf/ranks_idle"] = max(0.0, 1 - busy_s / step_s)

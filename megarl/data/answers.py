@@ -3,6 +3,7 @@ r"""Which answers of a row are right, and where a text says its final one: after
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # What a row's answer is: text; a list, whose texts are all right; or an object, or another list, for a grader of one's own.
@@ -11,6 +12,8 @@ Answer = str | list[Any] | dict[str, Any]
 HASHES = "####"
 # What thinking stands between: of Qwen, DeepSeek, GLM and others; of Mistral.
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+# A field of a row's metadata, where its prompt opens the thinking: what ends it.
+ENDS_KEY = "thinking_ends"
 BOXED = r"\boxed{"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _ESCAPED_OR_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # `\\` is the end of a line, and a brace behind it one
@@ -30,11 +33,22 @@ def accepted(answer: Answer) -> list[str]:
     return texts if isinstance(answer, str) else [each for each in texts if each.strip()]
 
 
-def behind_thinking(text: str) -> str:
+def thinking_ends(prompt: str, hidden: Collection[str] = ()) -> str | None:
+    """What ends the thinking that a prompt opens, as some templates do; None where it opens none.
+
+    hidden: texts of tokens that no response shows. Where such a one ends the thinking, nobody can tell that it has ended.
+    """
+    return next((ends for begins, ends in THINKING if prompt.rstrip().endswith(begins) and ends not in hidden), None)
+
+
+def behind_thinking(text: str, metadata: Mapping[str, Any]) -> str:
     """What a response says behind its thinking, where that is marked in it: none of thinking that does not end.
 
-    What was only thought of is no answer: a guess among others earns nothing.
+    What was only thought of is no answer: a guess among others earns nothing. metadata: the row's, which says whether its
+    prompt has opened the thinking.
     """
+    if metadata.get(ENDS_KEY, "") not in text:
+        return ""
     for begins, ends in THINKING:
         text = text.rpartition(ends)[2].partition(begins)[0]
     return text

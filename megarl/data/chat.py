@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ DEVELOPER = "developer"  # the system, where a template does not know it
 ROLES = ("system", DEVELOPER, "user", "assistant", "tool")
 SYSTEMS = ("system", DEVELOPER)
 TOOLS = "tools"  # of a row
+ROW_KWARGS = "chat_template_kwargs"  # of a row, as TRL's rows have them
 BLANKS = ("\u2581", "\u0120")  # how SentencePiece writes one, and byte-level BPE
 LINE = "\n"
 _THOUGHTS = re.compile(r"</?think>")  # that templates open, or leave empty, where the assistant begins
@@ -67,28 +69,29 @@ def load_tokenizer(folder: Path, template_kwargs: Mapping[str, Any] | None = Non
             "It needs tokenizer.json and tokenizer_config.json beside a config.json that transformers reads."
         ) from error
     if template_kwargs:
-        _check_template_kwargs(folder, tokenizer, template_kwargs)
+        _check_template_kwargs(TEMPLATE_KEY, folder, tokenizer, template_kwargs)
         tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **template_kwargs)
     return tokenizer
 
 
-def _check_template_kwargs(folder: Path, tokenizer: Tokenizer, given: Mapping[str, Any]) -> None:
-    """Raises UserError for what the chat template would not read, or would be given by somebody else."""
+def _check_template_kwargs(place: str, whose: object, tokenizer: Tokenizer, given: Mapping[str, Any]) -> None:
+    """Raises UserError for what the chat template would not read, or would be given by somebody else.
+
+    place: the recipe's key, or a row's field. whose: of which the template is.
+    """
     if not has_chat_template(tokenizer):
         raise UserError(
-            f"{TEMPLATE_KEY}: the tokenizer of {folder} has no chat template that could read {', '.join(given)}. Remove the key."
+            f"{place}: the tokenizer of {whose} has no chat template that could read {', '.join(given)}. Remove the key."
         )
     template = str(tokenizer.chat_template)
     own = _GIVEN.union(signature(tokenizer.apply_chat_template).parameters)
     for name in given:
         if name in own:
-            raise UserError(
-                f"{TEMPLATE_KEY}.{name}: this is not the recipe's to give: megarl or transformers does. Remove it."
-            )
+            raise UserError(f"{place}.{name}: this is not yours to give: megarl or transformers does. Remove it.")
         if not re.search(rf"\b{re.escape(name)}\b", template):
             hint = did_you_mean(name, set(re.findall(r"[A-Za-z_]\w*", template)) - own)
             raise UserError(
-                f"{TEMPLATE_KEY}.{name}: the chat template of {folder} does not read that name.{hint} Correct or remove it."
+                f"{place}.{name}: the chat template of {whose} does not read that name.{hint} Correct or remove it."
             )
 
 
@@ -133,6 +136,11 @@ def special_ids(tokenizer: Tokenizer) -> set[int]:
     """
     marked = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
     return {*tokenizer.all_special_ids, *marked}
+
+
+def special_texts(tokenizer: Tokenizer) -> set[str]:
+    """How the special tokens are spelled."""
+    return {str(tokenizer.decode([token], skip_special_tokens=False)) for token in special_ids(tokenizer)}
 
 
 def check_messages(value: object, row: Row, key: str) -> list[Message]:
@@ -184,6 +192,21 @@ def row_tools(row: Row) -> list[dict[str, Any]]:
     return tools
 
 
+def row_template_kwargs(row: Row, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a row gives the chat template by name, in its field `chat_template_kwargs`; it goes before the recipe's.
+
+    Raises UserError naming file, line and field, for what is no object and for names that the template does not read.
+    """
+    given: Any = row.said(row.fields.get(ROW_KWARGS))
+    if not given:
+        return {}
+    place = f"{row.where}, field {ROW_KWARGS!r}"
+    if not isinstance(given, dict):
+        raise UserError(f"{place}: {json_type(given)}; wanted is an object of what the chat template reads by name.")
+    _check_template_kwargs(place, "the model", tokenizer, given)
+    return given
+
+
 def render(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
@@ -194,7 +217,7 @@ def render(
 ) -> str:
     """The text of messages under the chat template; with generation_prompt it ends where the assistant's turn begins.
 
-    tools: JSON schemas of functions that the model may call.
+    tools: JSON schemas of functions that the model may call. The row's own kwargs of the template are given to it.
     Raises UserError where there is no template, a role that nobody knows (many templates would render any), or where the
     template refuses the messages.
     """
@@ -203,8 +226,9 @@ def render(
             f"{row.where}: the row has chat messages, but the model's tokenizer has no chat template. "
             "Add chat_template to tokenizer_config.json, or give the prompt as a string."
         )
+    given = row_template_kwargs(row, tokenizer)
     try:
-        return apply_template(tokenizer, messages, generation_prompt=generation_prompt, tools=tools)
+        return apply_template(tokenizer, messages, generation_prompt=generation_prompt, tools=tools, given=given)
     except TemplateRefusalError as error:
         between = ", " if str(error).startswith("message ") else ": "
         raise UserError(f"{row.where}{between}{error}") from error
@@ -216,10 +240,12 @@ def apply_template(
     *,
     generation_prompt: bool,
     tools: Sequence[dict[str, Any]] = (),
+    given: Mapping[str, Any] = MappingProxyType({}),
     closed: bool = False,
 ) -> str:
     """As `render`, of messages that are no row's. tools: JSON schemas of functions that the model may call.
 
+    given: what the template is given by name, before the recipe's.
     closed: with what some templates close a whole conversation with, as Phi's do; nothing like it is there where a model goes on.
     Raises TemplateRefusalError.
     """
@@ -233,7 +259,7 @@ def apply_template(
                 f"message {number}: there is no role {role!r}.{hint} Roles are {', '.join(ROLES)}, and those "
                 "that the model's chat template names."
             )
-    shown = partial(tokenizer.apply_chat_template, tokenize=False, tools=list(tools) or None)
+    shown = partial(tokenizer.apply_chat_template, tokenize=False, tools=list(tools) or None, **given)
     try:
         text = str(shown(list(messages), add_generation_prompt=generation_prompt))
     except Exception as error:  # a template is code of the model's authors

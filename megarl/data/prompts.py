@@ -17,8 +17,9 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, TokenArray
-from megarl.data.answers import Answer, final_answer
+from megarl.data.answers import ENDS_KEY, Answer, final_answer, thinking_ends
 from megarl.data.chat import (
+    ROW_KWARGS,
     SYSTEMS,
     Message,
     Tokenizer,
@@ -28,6 +29,8 @@ from megarl.data.chat import (
     has_chat_template,
     opens_turn,
     render,
+    row_template_kwargs,
+    special_texts,
     turn_mark,
 )
 from megarl.data.digests import TEMPLATE, Digester
@@ -136,12 +139,14 @@ def load_prompts(path: Path, tokenizer: Tokenizer, data: Data, *, answered: bool
     Raises UserError: a malformed row, a prompt that is too long (over_length: error), or nothing left.
     """
     prompts: list[Prompt] = []
-    num_dropped = 0
+    num_dropped, hidden = 0, special_texts(tokenizer)
     for parsed, ids, text in _tokenised(path, tokenizer, data, answered=answered):
         if len(ids) == 0:
             raise UserError(f"{parsed.row.where}, field {data.prompt_key!r}: the prompt has no tokens.")
         if len(ids) <= data.max_prompt_tokens:
             metadata = {**parsed.metadata, MESSAGES_KEY: parsed.messages}
+            if (ends := thinking_ends(text, hidden)) is not None:
+                metadata[ENDS_KEY] = ends
             prompts.append(Prompt(parsed.row.id, ids, text, parsed.answer, metadata, parsed.max_response_tokens))
         elif data.over_length == "drop":
             num_dropped += 1
@@ -307,6 +312,11 @@ def _tokenised(
     rows, hearing = (parse_row(row, data, answered=answered) for row in read_rows(path)), Hearing()
     while batch := list(islice(rows, ROWS_PER_BATCH)):
         for parsed in batch:
+            if not answered and parsed.row.fields.get(ROW_KWARGS):
+                raise UserError(
+                    f"{parsed.row.where}, field {ROW_KWARGS!r}: later turns of an episode are rendered as the recipe says. Set "
+                    f"data.{ROW_KWARGS} for all rows, and leave the field out."
+                )
             said = parsed.row.get(data.prompt_key, "")
             if isinstance(said, str):
                 check_unrendered(said, mark, parsed.row)
@@ -315,6 +325,7 @@ def _tokenised(
 
 
 def _text(parsed: PromptRow, tokenizer: Tokenizer, templated: bool, hearing: Hearing) -> str:
+    row_template_kwargs(parsed.row, tokenizer)
     if isinstance(parsed.prompt, str) and not templated:
         return parsed.prompt
     shown = partial(render, tokenizer, row=parsed.row, generation_prompt=True)

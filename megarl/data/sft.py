@@ -21,6 +21,7 @@ from megarl.core.types import TokenArray
 from megarl.data.calls import CALLS
 from megarl.data.chat import (
     QUESTION,
+    ROW_KWARGS,
     Message,
     Tokenizer,
     behind_turn,
@@ -31,6 +32,7 @@ from megarl.data.chat import (
     has_chat_template,
     load_tokenizer,
     render,
+    row_template_kwargs,
     row_tools,
     special_ids,
     turn_end,
@@ -62,7 +64,8 @@ class Exchange:
     @property
     def texts(self) -> dict[str, Any]:
         """What digests are made of."""
-        return {"ids": self.row.id, "texts": [self.prompt, self.response, self.tools]}
+        given = self.row.fields.get(ROW_KWARGS)
+        return {"ids": self.row.id, "texts": [self.prompt, self.response, self.tools, *([given] if given else ())]}
 
 
 @dataclass(frozen=True)
@@ -292,13 +295,14 @@ def _encode_pieces(exchanges: Sequence[Sequence[Piece]], tokenizer: Tokenizer) -
     for pieces in exchanges:
         for number, piece in enumerate(pieces):
             tokens = next(behind if number else begun[piece.special_tokens])
-            yield np.append(tokens, np.int32(tokenizer.eos_token_id)) if piece.append_eos else tokens
+            ends = len(tokens) and tokens[-1] == tokenizer.eos_token_id  # the row has it already
+            yield np.append(tokens, np.int32(tokenizer.eos_token_id)) if piece.append_eos and not ends else tokens
 
 
 def _pieces(exchange: Exchange, tokenizer: Tokenizer, hearing: Hearing) -> list[Piece]:
     """The exchange's text, cut where the assistant begins and ends to speak."""
     row, prompt, response = exchange.row, exchange.prompt, exchange.response
-    # Only a template can render tools and reasoning: without one, such rows are refused below.
+    row_template_kwargs(row, tokenizer)  # without a template refused, as tools and reasoning are below
     if isinstance(prompt, str) and not has_chat_template(tokenizer) and not exchange.tools and _is_text(response):
         assert response is not None, prompt
         if tokenizer.eos_token_id is None:

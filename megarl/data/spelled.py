@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megarl.core.types import TokenArray
-from megarl.data.chat import Message, Tokenizer, encode, encode_behind, special_ids
+from megarl.data.chat import Message, Tokenizer, encode, encode_behind, special_texts
 
 APART = "\ue0a7\ue05b"  # of a private area: where a text is tokenised in two pieces
 
@@ -20,8 +20,7 @@ class Spelled:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        shown = (str(tokenizer.decode([token], skip_special_tokens=False)) for token in special_ids(tokenizer))
-        longest_first = sorted((text for text in shown if len(text) > 1), key=len, reverse=True)
+        longest_first = sorted((text for text in special_texts(tokenizer) if len(text) > 1), key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def as_text(self, messages: Sequence[Message]) -> list[Message]:

@@ -47,6 +47,11 @@ class LabelledExchange:
 
 def parse_labelled(row: Row, data: UnpairedData) -> LabelledExchange:
     """The row's answer and its label. Raises UserError naming file, line and field."""
+    if not row.has(data.response_key) and row.has("chosen") and row.has("rejected"):
+        raise UserError(
+            f"{row.where}: the row is a pair, 'chosen' and 'rejected', as `megarl dpo` takes it. For KTO write its two answers "
+            f"as two rows, each with {data.label_key!r}, and leave data.shuffle on: they have the same prompt."
+        )
     exchange = parse_exchange(row, data.response_key, data.prompt_key, "the answer, data.response_key")
     return LabelledExchange(exchange, _label(row, data.label_key))
 

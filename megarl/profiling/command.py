@@ -21,21 +21,26 @@ from megarl.models.hf_config import load_model_config
 from megarl.placement.cluster import Cluster, make_cluster
 from megarl.placement.devices import DEVICES, GIB
 from megarl.placement.local import HOST, device_name
+from megarl.placement.memory import Role, role_bytes
 from megarl.placement.rates import RATES
+from megarl.placement.space import one_layout
 from megarl.profiling.fit import Findings, Fitted, error_words, fit_cluster
 from megarl.profiling.job import Case, Dtype, Job, Measured
 from megarl.profiling.ranks import measure_ranks
 from megarl.profiling.reference_model import Size, write_reference_model
-from megarl.profiling.servers import Generated, serving
+from megarl.profiling.servers import Generated, served_bytes, serving
 from megarl.recipe.source import dump_yaml
 
 # The reference models, a narrow and a wide one, and the tokens of a sequence: devices of their own are faster.
 HOST_MODELS, HOST_TOKENS = (Size(4, 128, 512), Size(4, 256, 1024)), 32
-DEVICE_MODELS, DEVICE_TOKENS = (Size(8, 1024, 8192), Size(8, 4096, 32768)), 512
+# Of devices: the widest pair that fits one. SGLang's attention on many of them, FlashInfer's, takes no heads narrower than 64.
+DEVICE_WIDTHS, DEVICE_TOKENS = ((1024, 4096), (1024, 3072), (1024, 2048), (512, 1536), (512, 1024)), 512
+DEVICE_LAYERS, DEVICE_VOCAB, DEVICE_HEAD = 8, (8192, 32768), 128
 # Sequences of a case, few and many.
 FEW, MANY = 8, 64
 # Where the ranks are processes, as many are tried.
 HOST_RANKS = 4
+BYTES = 2  # of a weight on a device
 LAYOUTS: tuple[dict[str, int], ...] = (
     {},
     {"tp": 2},
@@ -64,8 +69,9 @@ def run_profile(out: Path, servers: int, deadline_s: float, scratch: Scratch) ->
     with tempfile.TemporaryDirectory(prefix="megarl-profile-") as folder:
         # One device is left to the rank that sends the servers its weights, where there are more.
         most = servers if devices is None else max(1, devices - 1)
-        found = measure(platform, devices or HOST_RANKS, min(servers, most), Path(folder), deadline_s, console, scratch)
-    fitted = fit_cluster(_table(name, devices or HOST_RANKS, platform), found)
+        cluster = _table(name, devices or HOST_RANKS, platform)
+        found = measure(platform, cluster, min(servers, most), Path(folder), deadline_s, console, scratch)
+    fitted = fit_cluster(cluster, found)
     out.write_text(cluster_file(fitted))
     for line in (*error_words(fitted), f"written to {out}: megarl plan RECIPE --cluster {out}"):
         console.print(line, highlight=False)
@@ -73,15 +79,17 @@ def run_profile(out: Path, servers: int, deadline_s: float, scratch: Scratch) ->
 
 def measure(
     platform: Platform,
-    devices: int,
+    cluster: Cluster,
     servers: int,
     folder: Path,
     deadline_s: float,
     console: Console,
     scratch: Scratch,
 ) -> Findings:
-    """Everything, on 1, 2, 4... ranks up to the devices. folder: for the models and logs."""
-    sizes, tokens = (DEVICE_MODELS, DEVICE_TOKENS) if platform.has_device_memory else (HOST_MODELS, HOST_TOKENS)
+    """Everything, on 1, 2, 4... ranks up to the devices. cluster: as the table has it. folder: for the models and logs."""
+    sizes, tokens, devices = HOST_MODELS, HOST_TOKENS, cluster.devices_per_node
+    if platform.has_device_memory:
+        sizes, tokens = device_models(cluster, platform, shares=servers > 0 and devices == 1), DEVICE_TOKENS
     dtype: Dtype = "bfloat16" if platform.has_device_memory else "float32"
     models = tuple(write_reference_model(folder / f"model{index}", size) for index, size in enumerate(sizes))
     counts = [1 << power for power in range(devices.bit_length())]
@@ -105,6 +113,26 @@ def measure(
         measured.append(measure(count))
     configs = tuple(load_model_config(model) for model in models)
     return Findings(dtype, configs, tuple(measured), tuple(generated))
+
+
+def device_models(cluster: Cluster, platform: Platform, *, shares: bool) -> tuple[Size, Size]:
+    """The widest that one rank can update on a device, by the plan; the narrowest where none fits. shares: with a server."""
+    pairs = [
+        (
+            Size(DEVICE_LAYERS, narrow, DEVICE_VOCAB[0], DEVICE_HEAD),
+            Size(DEVICE_LAYERS, wide, DEVICE_VOCAB[1], DEVICE_HEAD),
+        )
+        for narrow, wide in DEVICE_WIDTHS
+    ]
+    kernels = replace(cluster.device.kernels, fused=platform.has_transformer_engine)
+    role = Role(trained=True, head=True, sequence=DEVICE_TOKENS)
+    most = max(case.micro_tokens for case in cases(1, DEVICE_TOKENS))
+    for narrow, wide in pairs:
+        held = role_bytes(wide.config, one_layout(Layout(), most, "none"), BYTES, role, kernels)
+        server = cluster.rates.server_bytes + served_bytes(narrow.config, BYTES) if shares else 0.0
+        if float(held.state[0] + held.working[0]) + server <= cluster.usable_bytes:
+            return narrow, wide
+    return pairs[-1]
 
 
 def cases(count: int, tokens: int) -> tuple[Case, ...]:

@@ -15,11 +15,10 @@ from megarl.placement.generation import rollout_seconds
 from megarl.placement.lengths import Lengths
 from megarl.placement.memory import server_bytes
 from megarl.placement.server_share import sharing
-from megarl.placement.sizes import kv_bytes, model_sizes
 from megarl.placement.space import Servers, one_layout
 from megarl.placement.workload import Workload
 from megarl.profiling.job import Dtype, Measured, Raw
-from megarl.profiling.servers import CACHE_TOKENS, MAX_RUNNING, PROMPT_TOKENS, Generated
+from megarl.profiling.servers import MAX_RUNNING, PROMPT_TOKENS, Generated, served_bytes
 
 TRAINING = (
     "at_once",
@@ -143,8 +142,7 @@ def serving_pairs(cluster: Cluster, found: Findings) -> Pairs:
     for each in found.generated:
         work = _workload(config, each.requests, PROMPT_TOKENS, each.tokens, found.dtype)
         one = np.array([1], np.int64)
-        weights, cache = model_sizes(config).total * work.bytes_each, kv_bytes(config, one, work.bytes_each)[0]
-        held = weights + CACHE_TOKENS * cache + cluster.rates.server_bytes
+        held = served_bytes(config, work.bytes_each) + cluster.rates.server_bytes
         count = np.array([each.servers], np.int64)
         choice = Servers(count, one, np.ones(1), count)
         choice = replace(choice, share=sharing(choice, cluster, held * (1 + 1e-9)))

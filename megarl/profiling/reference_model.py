@@ -10,28 +10,47 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from megarl.models.config import ModelConfig
 from megarl.models.hf_config import parse_model_config
 from megarl.models.rules import expected_tensors
 
-HEAD_DIM = 32
 MAX_POSITIONS = 4096
 SPREAD = 0.02
 
 
 @dataclass(frozen=True)
 class Size:
-    """Layers, width and vocabulary of a reference model; the MLP is three times as wide."""
+    """Layers, width, vocabulary and width of a head of a reference model; the MLP is three times as wide."""
 
     layers: int
     hidden: int
     vocab: int
+    head_dim: int = 32
+
+    @property
+    def config(self) -> ModelConfig:
+        """As it is read of the folder."""
+        return parse_model_config(_config(self), Path("config.json"))
 
 
 def write_reference_model(folder: Path, size: Size) -> Path:
     """Config, random float32 weights and a tokenizer of numbers, as an HF folder; returns it."""
     folder.mkdir(parents=True)
-    heads = size.hidden // HEAD_DIM
-    raw = {
+    (folder / "config.json").write_text(json.dumps(_config(size), indent=1))
+    random = np.random.default_rng(0)
+    tensors = {
+        # Norms, the only vectors, stand at one.
+        name: np.ones(shape, np.float32) if len(shape) == 1 else random.standard_normal(shape, np.float32) * SPREAD
+        for name, shape in expected_tensors(size.config).items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(folder, size.vocab)
+    return folder
+
+
+def _config(size: Size) -> dict[str, Any]:
+    heads = size.hidden // size.head_dim
+    return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "dtype": "float32",
@@ -40,7 +59,7 @@ def write_reference_model(folder: Path, size: Size) -> Path:
         "intermediate_size": 3 * size.hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": heads // 2,
-        "head_dim": HEAD_DIM,
+        "head_dim": size.head_dim,
         "vocab_size": size.vocab,
         "max_position_embeddings": MAX_POSITIONS,
         "rms_norm_eps": 1e-6,
@@ -51,17 +70,6 @@ def write_reference_model(folder: Path, size: Size) -> Path:
         "bos_token_id": None,
         "eos_token_id": size.vocab - 1,
     }
-    (folder / "config.json").write_text(json.dumps(raw, indent=1))
-    random = np.random.default_rng(0)
-    shapes = expected_tensors(parse_model_config(raw, folder / "config.json"))
-    tensors = {
-        # Norms, the only vectors, stand at one.
-        name: np.ones(shape, np.float32) if len(shape) == 1 else random.standard_normal(shape, np.float32) * SPREAD
-        for name, shape in shapes.items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(folder, size.vocab)
-    return folder
 
 
 def _write_tokenizer(folder: Path, vocab: int) -> None:

@@ -12,9 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from megarl.core.janitor import RUN_ID_VARIABLE, register_segments
 from megarl.core.platform import Platform, visible_cuda_devices
 from megarl.core.scratch import Scratch
+from megarl.models.config import ModelConfig
+from megarl.placement.sizes import kv_bytes, model_sizes
 from megarl.profiling.job import Dtype
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import start_all
@@ -60,6 +64,12 @@ class Pool:
             if count in (1, len(self.servers)):
                 found += asyncio.run(_measure(self.router.endpoint, count, vocab))
         return found
+
+
+def served_bytes(config: ModelConfig, bytes_each: int) -> float:
+    """Of weights and KV cache of one of these servers."""
+    cache = kv_bytes(config, np.array([1], np.int64), bytes_each)[0]
+    return float(model_sizes(config).total * bytes_each + CACHE_TOKENS * cache)
 
 
 @contextmanager

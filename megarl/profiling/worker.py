@@ -30,8 +30,9 @@ ROLE = "reference"
 # A timed matrix product takes at least so long: shorter ones are mostly the call.
 LEAST_S = 0.02
 SMALLEST_MATRIX, LARGEST_MATRIX = 256, 16384
-COPIED_BYTES = 64 * 2**20
-MESSAGES = (2**12, 2**22)
+# Bytes of a copy, and of a small and a large message. Of devices so many that the calls and waits for it are a small part.
+HOST_COPIED, HOST_MESSAGES = 2**26, (2**12, 2**22)
+DEVICE_COPIED, DEVICE_MESSAGES = 2**30, (2**12, 2**28)
 RAW_REPEATS = 8
 
 
@@ -80,7 +81,8 @@ def _raw(platform: Platform, job: Job) -> Raw:
 
     size = SMALLEST_MATRIX
     while True:
-        matrix = torch.ones(size, size, device=platform.device, dtype=dtype)
+        # Of random numbers, as they are in models: where power limits the clock, constant ones are multiplied faster.
+        matrix = torch.randn(size, size, device=platform.device, dtype=dtype)
         matmul_s = timed(partial(torch.matmul, matrix, matrix))
         # Every rank has to come to the same decision.
         decision = torch.tensor([matmul_s], device=platform.device)
@@ -89,17 +91,20 @@ def _raw(platform: Platform, job: Job) -> Raw:
         if decision.item() >= LEAST_S or size >= LARGEST_MATRIX:
             break
         size *= 2
-    block = torch.ones(COPIED_BYTES // 4, device=platform.device)
+    copied, messages = HOST_COPIED, HOST_MESSAGES
+    if platform.has_device_memory:
+        copied, messages = DEVICE_COPIED, DEVICE_MESSAGES
+    block = torch.ones(copied // 4, device=platform.device)
     target = torch.empty_like(block)
     host = torch.empty(block.shape, pin_memory=platform.has_device_memory)  # as what is offloaded
     copy_s, host_s = timed(lambda: target.copy_(block)), timed(lambda: host.copy_(block))
     reduces, gathers = {}, {}
-    for count in MESSAGES if job.world_size > 1 else ():
+    for count in messages if job.world_size > 1 else ():
         whole = torch.ones(count // 4, device=platform.device)
         part = whole[: len(whole) // job.world_size].clone()
         reduces[count] = timed(partial(dist.all_reduce, whole))
         gathers[count] = timed(partial(dist.all_gather_into_tensor, whole, part))
-    return Raw(2 * size**3 / matmul_s, 2 * COPIED_BYTES / copy_s, COPIED_BYTES / host_s, reduces, gathers)
+    return Raw(2 * size**3 / matmul_s, 2 * copied / copy_s, copied / host_s, reduces, gathers)
 
 
 def _time_case(rank: Rank, platform: Platform, job: Job, case: Case) -> Timed:

@@ -6,12 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.recipe.section import Fraction, PositiveFloat, PositiveInt, Section
+from megarl.recipe.section import Fraction, ImportPath, PositiveFloat, PositiveInt, Section
 
 SampleAdvantage = Literal["grpo", "grpo_loo", "rloo", "reinforce_pp_baseline", "remax", "opo", "gpg", "egpo", "gdpo"]
 TokenAdvantage = Literal["gae", "reinforce_pp", "distill", "grpo_turns"]
 PolicyLoss = Literal["ppo", "gspo", "gmpo", "cispo", "gpg", "reinforce", "distill", "distill_top"]
-ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
 
 class RejectBounds(Section):

@@ -11,6 +11,7 @@ from megarl.recipe.functions import Asked
 from megarl.recipe.group_rules import GROUP_CONTRADICTIONS, GROUP_UNREAD
 from megarl.recipe.held_out_rules import HELD_OUT_CONTRADICTIONS, HELD_OUT_UNREAD
 from megarl.recipe.keep_rules import KEEP_CONTRADICTION
+from megarl.recipe.report_rules import REPORT_CONTRADICTIONS
 from megarl.recipe.reward import Rule
 from megarl.recipe.role_rules import ROLE_CONTRADICTIONS, ROLE_UNREAD
 from megarl.recipe.rollout_rules import SERVER_CONTRADICTIONS, SERVER_UNREAD, longest_served, served_parts
@@ -256,6 +257,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         lambda _: "nothing says how long the run is. Set it, or train.epochs, to more than 0",
     ),
     KEEP_CONTRADICTION,
+    *REPORT_CONTRADICTIONS,
     Contradiction(
         "data.mix",
         lambda r, _: bool(r.data.mix) and not any(r.data.mix.values()),

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.recipe.section import PositiveFloat, PositiveInt, Section, UserPath
+from megarl.recipe.section import ImportPath, PositiveFloat, PositiveInt, Section, UserPath
 
 
 class Run(Section):
@@ -88,11 +88,30 @@ class Wandb(Section):
     project: str = Field("megarl", description="project name")
 
 
+class Profiler(Section):
+    """torch's profiler on steps of the run: traces and tables in the run's folder, `profile/`."""
+
+    steps: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = Field(
+        strict=False,
+        description="steps that it watches: some, of which none is the first, which allocates and compiles",
+    )
+    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = Field(
+        (0,), strict=False, description="ranks that it watches, of each pool that has them"
+    )
+    memory: bool = Field(False, description="also what is allocated and freed")
+
+
 class Report(Section):
     """Where metrics go, beside the console and metrics.jsonl."""
 
     tensorboard: bool = Field(True, description="event files in the run's folder")
     wandb: Wandb | None = Field(None, description="also to wandb; default: not")
+    writer: ImportPath | None = Field(
+        None,
+        description="also to a class of your own, pkg.module:Class with write(step, metrics) and close(failed), such as one that "
+        "tells MLflow",
+    )
+    profiler: Profiler | None = Field(None, description="torch's profiler on some steps; default: none")
     samples: Annotated[int, Field(ge=0)] = Field(
         16, description="samples of each step written to samples/, for reading"
     )

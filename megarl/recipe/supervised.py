@@ -108,6 +108,16 @@ class SftActor(Section):
     offload: Offload = ()
 
 
+class Sft(Section):
+    """What a model learns from demonstrations."""
+
+    loss: Literal["nll", "dft"] = Field(
+        "nll",
+        description="nll: cross entropy; dft: that of each token times its probability, which gets no gradient (arXiv "
+        "2508.05629)",
+    )
+
+
 class Rm(Section):
     """What a reward model learns from pairs."""
 
@@ -119,10 +129,11 @@ class Rm(Section):
 class Dpo(Section):
     """What a policy learns from pairs (arXiv 2305.18290)."""
 
-    loss: Literal["sigmoid", "ipo", "simpo", "orpo"] = Field(
+    loss: Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down", "simpo", "orpo"] = Field(
         "sigmoid",
-        description="sigmoid: DPO's; ipo: a square around a finite lead (arXiv 2310.12036); without a reference simpo "
-        "(2405.14734) and orpo (2403.07691)",
+        description="sigmoid: DPO's; robust: of labels that are wrong by chance (arXiv 2403.00409); hinge (2309.06657); ipo: a "
+        "square around a finite lead (2310.12036); apo_zero, apo_down: the better answer goes up, or down (2408.06266); without "
+        "a reference simpo (2405.14734) and orpo (2403.07691)",
     )
     beta: PositiveFloat = Field(
         0.1,
@@ -133,7 +144,7 @@ class Dpo(Section):
         0.0, description="how far each better answer shall be ahead, beside its row's margin; gamma of simpo"
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        0.0, description="share of pairs that are taken to be the wrong way round (cDPO)"
+        0.0, description="share of pairs that are taken to be the wrong way round (cDPO; robust)"
     )
     length_normalized: bool = Field(
         False, description="log-ratios are means over a response's tokens, not sums (arXiv 2411.15124, section 5)"
@@ -146,12 +157,17 @@ class Dpo(Section):
     @property
     def with_reference(self) -> bool:
         """Whether the loss compares the policy with a reference."""
-        return self.loss in ("sigmoid", "ipo")
+        return self.loss not in ("simpo", "orpo")
 
 
 class Kto(Section):
     """What a policy learns from labelled answers (arXiv 2402.01306)."""
 
+    loss: Literal["kto", "apo_zero"] = Field(
+        "kto",
+        description="what a reward is held against: kto: the policy's KL to the reference; apo_zero: 0, as in APO (arXiv "
+        "2408.06266), and no KL is estimated",
+    )
     beta: PositiveFloat = Field(0.1, description="reward = beta x log-ratio of policy and reference")
     desirable_weight: PositiveFloat = Field(1.0, description="what the loss of a desirable answer counts (lambda_D)")
     undesirable_weight: PositiveFloat = Field(
@@ -177,6 +193,7 @@ class SftRecipe(SupervisedRecipe):
     """Demonstrations: `megarl sft`."""
 
     data: SftData
+    sft: Sft = Sft()
 
 
 class RmRecipe(SupervisedRecipe):
@@ -205,3 +222,8 @@ class KtoRecipe(SupervisedRecipe):
 def with_reference(recipe: SupervisedRecipe) -> bool:
     """Whether the run compares its policy with a reference."""
     return isinstance(recipe, KtoRecipe) or (isinstance(recipe, DpoRecipe) and recipe.dpo.with_reference)
+
+
+def estimates_kl(recipe: SupervisedRecipe) -> bool:
+    """Whether each step estimates the policy's KL to its reference, from mismatched rows."""
+    return isinstance(recipe, KtoRecipe) and recipe.kto.loss == "kto"

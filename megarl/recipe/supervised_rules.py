@@ -8,6 +8,7 @@ from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SupervisedRecipe, wit
 SUPERVISED = (SupervisedRecipe,)
 DPO = (DpoRecipe,)
 KTO = (KtoRecipe,)
+SMOOTHED = ("sigmoid", "robust", "simpo", "orpo")  # losses that heed dpo.label_smoothing
 
 SUPERVISED_UNREAD: tuple[Unread, ...] = (
     Unread(
@@ -30,14 +31,20 @@ SUPERVISED_UNREAD: tuple[Unread, ...] = (
     ),
     Unread(
         ("dpo.label_smoothing",),
-        lambda r, _: r.dpo.loss != "ipo",
-        "the square of ipo is not smoothed: set dpo.loss to sigmoid, simpo or orpo",
+        lambda r, _: r.dpo.loss in SMOOTHED,
+        f"this loss has no labels that are wrong by chance: set dpo.loss to {', '.join(SMOOTHED[:-1])} or {SMOOTHED[-1]}",
+        DPO,
+    ),
+    Unread(
+        ("dpo.margin",),
+        lambda r, _: r.dpo.loss != "apo_zero",
+        "apo_zero looks at each answer by itself, and at no lead: set another dpo.loss",
         DPO,
     ),
     Unread(
         ("dpo.length_normalized",),
         lambda r, _: r.dpo.with_reference,
-        "simpo and orpo go by means over tokens already: set dpo.loss to sigmoid or ipo",
+        "simpo and orpo go by means over tokens already: set dpo.loss to one with a reference, such as sigmoid",
         DPO,
     ),
     Unread(
@@ -49,13 +56,13 @@ SUPERVISED_UNREAD: tuple[Unread, ...] = (
     Unread(
         ("reference.parallel",),
         lambda r, _: r.dpo.with_reference,
-        "simpo and orpo have no reference: set dpo.loss to sigmoid or ipo",
+        "simpo and orpo have no reference: set dpo.loss to one with a reference, such as sigmoid",
         DPO,
     ),
     Unread(
         ("reference.offload",),
         lambda r, _: with_reference(r) and r.actor.lora is None,
-        "there is no reference model of its own: set no actor.lora, and in dpo.loss sigmoid or ipo",
+        "there is no reference model of its own: set no actor.lora, and in dpo.loss one with a reference, such as sigmoid",
         DPO,
     ),
     Unread(
@@ -74,8 +81,17 @@ SUPERVISED_UNREAD: tuple[Unread, ...] = (
 
 SUPERVISED_CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
+        "dpo.loss",
+        lambda r, _: r.dpo.loss == "robust" and r.dpo.label_smoothing == 0,
+        lambda _: (
+            "robust without dpo.label_smoothing is the loss of sigmoid. Set dpo.label_smoothing to the share of pairs that are "
+            "the wrong way round"
+        ),
+        DPO,
+    ),
+    Contradiction(
         "train.batch_samples",
-        lambda r, _: r.train.batch_samples < 2,
+        lambda r, _: r.train.batch_samples < 2 and r.kto.loss == "kto",
         lambda _: (
             "the KL of KTO is estimated from prompts before the answers of other rows of a step. Set it to at least 2"
         ),

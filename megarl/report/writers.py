@@ -1,4 +1,4 @@
-"""Where a step's metrics go beside the console: metrics.jsonl always, TensorBoard and wandb as the recipe says.
+"""Where a step's metrics go beside the console: metrics.jsonl always, TensorBoard, wandb and the user's as the recipe says.
 
 Every writer receives the same names; a name that is not in the table of metrics is refused before any of them writes.
 """
@@ -28,6 +28,7 @@ from megarl.core.log import get_logger
 from megarl.core.metrics import check_names
 from megarl.recipe.schema import AnyRecipe
 from megarl.report.history import METRICS_FILE, trim_history
+from megarl.report.own_writer import OwnWriter
 
 TENSORBOARD_FOLDER = "tensorboard"
 EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d+)\.")
@@ -306,6 +307,9 @@ def open_writers(
             config = recipe.model_dump(mode="json")
             last.append(WandbWriter(folder, recipe.report.wandb.project, recipe.run.name, config, recovered=recovered))
             opened.callback(last[0].close, failed=True)
+        if (path := recipe.report.writer) is not None:
+            last.append(OwnWriter(path, folder, recipe.model_dump(mode="json"), resumed_step, recovered=recovered))
+            opened.callback(last[-1].close, failed=True)
         writers: list[MetricWriter] = [JsonlWriter(folder / METRICS_FILE, resumed_step)]
         opened.callback(writers[0].close)
         if recipe.report.tensorboard:

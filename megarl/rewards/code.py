@@ -63,7 +63,7 @@ class CodeGrader:
             tests = read_tests(item.metadata, item.answer, self._settings.field).first(self._settings.max_tests)
         except ValueError as error:
             return failed(f"error: {error}")
-        code = last_block(behind_thinking(item.response))
+        code = last_block(behind_thinking(item.response, item.metadata))
         if code is None:
             return Grade(0.0)
         if self._settings.score == "all" and (why := self._beyond(tests)):

@@ -44,7 +44,7 @@ def math(prompt: str, response: str, answer: Answer, metadata: dict[str, Any]) -
 
     The answer may itself be marked (a worked solution), or stand alone. Of several any is right.
     """
-    found = final_answer(behind_thinking(response))
+    found = final_answer(behind_thinking(response, metadata))
     if found is None:
         return 0.0
     return float(any(equal(found, final_answer(each) or each.strip()) for each in accepted(answer)))

@@ -43,6 +43,7 @@ from megarl.recipe.rollout_rules import longest_served, served_parts
 from megarl.recipe.sampling_rules import staleness_notes
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import SupervisedRecipe
+from megarl.recipe.writer import writer_class
 from megarl.rewards.check import check_graders, taken_back_notes
 from megarl.run.devices import check_devices, check_room_beside
 from megarl.run.exported import EXPORT, exported_step
@@ -52,6 +53,7 @@ from megarl.run.rows_check import (
     check_best,
     check_best_label,
     check_graded,
+    check_margins,
     check_sets,
     check_tokens,
     checked_prompts,
@@ -221,6 +223,7 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     for file, loaded in zip(files, (rows, *held_out), strict=True):
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
+        check_margins(recipe, file, loaded)
     check_best_label(recipe, held_out)
     sets = supervised.rows_by_set(rows, recipe.data)
     trained = sum(map(len, sets.values())) or len(rows)
@@ -324,11 +327,13 @@ def reading() -> Iterator[None]:
 
 
 def _check_report(recipe: AnyRecipe) -> None:
-    """Raises UserError where a writer is missing that the recipe asks for."""
+    """Raises UserError where a writer is missing that the recipe asks for, or one of the user's is none."""
     if recipe.report.wandb is not None and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "report.wandb is set, but wandb is not installed. Install it (pip install wandb), or leave report.wandb out."
         )
+    if recipe.report.writer is not None:
+        writer_class(recipe.report.writer)
 
 
 def _check_generation(recipe: Recipe, platform: Platform) -> tuple[ModelConfig, int]:

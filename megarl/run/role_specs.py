@@ -9,7 +9,7 @@ from megarl.recipe.layouts import role_layouts
 from megarl.recipe.roles import RewardModel, Teacher
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.scoring import old_logprobs_given
-from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SupervisedRecipe, with_reference
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe, SupervisedRecipe, with_reference
 from megarl.run.preflight import Preflight
 from megarl.training.spec import (
     DpoObjective,
@@ -77,7 +77,9 @@ def _objective(recipe: AnyRecipe) -> Objective:
         return RewardObjective(recipe.rm.center_coef)
     if isinstance(recipe, KtoRecipe):
         return KtoObjective(recipe.kto)
-    return DpoObjective(recipe.dpo) if isinstance(recipe, DpoRecipe) else SftObjective()
+    if isinstance(recipe, DpoRecipe):
+        return DpoObjective(recipe.dpo)
+    return SftObjective(dft=isinstance(recipe, SftRecipe) and recipe.sft.loss == "dft")
 
 
 def _reference_spec(actor: RoleSpec, recipe: Recipe | DpoRecipe | KtoRecipe) -> RoleSpec:

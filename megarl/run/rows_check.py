@@ -11,6 +11,7 @@ from megarl.core.types import Prompt, TokenArray
 from megarl.data.answers import accepted
 from megarl.data.chat import load_tokenizer
 from megarl.data.mix import RowsBySet
+from megarl.data.pairs import Pair
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.rows import place_of
 from megarl.data.supervised import Rows
@@ -18,7 +19,7 @@ from megarl.data.unpaired import FEWEST_ROWS, Unpaired
 from megarl.models.config import ModelConfig
 from megarl.recipe.keep_rules import set_of
 from megarl.recipe.schema import Recipe
-from megarl.recipe.supervised import KtoRecipe, SupervisedRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SupervisedRecipe
 from megarl.rewards.check import check_rendered, compares_answers
 from megarl.rewards.row_choice import check_choice, first_ungraded
 
@@ -71,6 +72,18 @@ def label_notes(recipe: SupervisedRecipe, rows: Rows, sets: RowsBySet) -> tuple[
         f"{desirable} answers are desirable, {len(labels) - desirable} are not: by kto.desirable_weight and "
         f"kto.undesirable_weight they count {ours:g} to {theirs:g}. KTO's paper keeps the first between 1 and 4/3 of the second",
     )
+
+
+def check_margins(recipe: SupervisedRecipe, path: Path, rows: Rows) -> None:
+    """Raises UserError for a pair with a margin where the loss looks at no lead. path: of the rows."""
+    if not isinstance(recipe, DpoRecipe) or recipe.dpo.loss != "apo_zero":
+        return
+    for row in rows.rows:
+        if isinstance(row, Pair) and row.margin:
+            raise UserError(
+                f"{place_of(path, row.chosen.id)}, field {recipe.data.margin_key!r}: dpo.loss apo_zero heeds no margin. "
+                "It looks at each answer by itself: set another dpo.loss, or name a field in data.margin_key that no row has."
+            )
 
 
 def check_sets(recipe: Recipe, path: Path, rows: Sequence[Prompt], prompts: Sequence[Prompt]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from megarl.cluster.samples import LaunchingSamples, Samples
 from megarl.cluster.server_launch import LaunchingPool
 from megarl.cluster.server_start import Launched, Source, Starter
 from megarl.cluster.slots import ServerSlot, server_slots, share_no_device
+from megarl.cluster.step_profiler import StepProfiler
 from megarl.cluster.waits import Waiter
 from megarl.cluster.weight_sync import BLAME_S, WeightSync
 from megarl.core.errors import MegarlError
@@ -185,6 +186,10 @@ def _start_pools(runtime: Runtime, recipe: AnyRecipe, waiter: Waiter) -> dict[st
         for name in pools
     }
     groups = {name: ranks.ready(longest) for name, ranks in launching.items()}
+    if (profiler := recipe.report.profiler) is not None:
+        waiter.timer.around = StepProfiler(
+            tuple(groups.values()), profiler, recipe.run.folder.resolve(), deadlines.save_s
+        )
     return {role: groups[name] for name, pool in pools.items() for role in pool.roles}
 
 
@@ -300,6 +305,22 @@ def _keeping(
         raise
 
 
+def both_ready(
+    launching: LaunchingRollout, build: Callable[[], dict[str, Role]], *, shared: bool
+) -> tuple[RolloutPool, dict[str, Role]]:
+    """Servers, and roles that `build` builds. shared: a device has both.
+
+    A server takes a share of what it finds free, and ends where others take of that meanwhile: it is up before any role. What it
+    has then is most of the device: it sleeps until its first weights come.
+    """
+    if not shared:
+        roles = build()
+        return launching.ready(), roles
+    rollout = launching.ready()
+    rollout.make_room()
+    return rollout, build()
+
+
 @contextmanager
 def train_session(
     recipe: Recipe, checked: Preflight, timer: PhaseTimer, scratch: Scratch | None = None, kept: Kept | None = None
@@ -317,11 +338,9 @@ def train_session(
         lora = lora_at_servers(recipe, checked.model)
         launching = _launch_rollout(runtime, recipe, slots, checked.external, num_shards(recipe), waiter, lora, pool)
         ranks = _start_pools(runtime, recipe, waiter)
-        # A server takes a share of what it finds free, and ends where others take of that meanwhile.
-        first = runtime.platform.has_device_memory and any(slot.shared for slot in slots)
-        rollout = launching.ready() if first else None
-        roles = _build_roles(role_specs(recipe, checked), ranks, recipe)
-        rollout = rollout or launching.ready()
+        shared = runtime.platform.has_device_memory and any(slot.shared for slot in slots)
+        specs = role_specs(recipe, checked)
+        rollout, roles = both_ready(launching, lambda: _build_roles(specs, ranks, recipe), shared=shared)
         pushing = WeightSync(ACTOR, ranks[ACTOR], layouts[ACTOR], rollout, recipe, sending)
         critic, sync = _with_critic(runtime, recipe, roles.get(CRITIC), pushing, slots, timer)
         session = TrainSession(roles, rollout, sync, critic, _teacher(recipe, roles))

@@ -86,8 +86,8 @@ def build_loss(objective: Objective, over_context: Callable[[Tensor], Tensor]) -
             return policy_loss(algorithm, over_context, old_given=old_given)
         case ValueObjective(clip):
             return value_loss(clip)
-        case SftObjective():
-            return sft_loss()
+        case SftObjective(dft):
+            return sft_loss(dft=dft)
         case RewardObjective(center_coef):
             return Loss(reward_fn(center_coef, over_context), frozenset(), "rm", with_entropy=False)
         case DpoObjective(chosen):
@@ -233,11 +233,16 @@ def value_loss(clip_range: float | None) -> Loss:
     return Loss(fn, frozenset({"values", "returns"}), "critic", with_entropy=False)
 
 
-def sft_loss() -> Loss:
-    """Cross entropy of the demonstrations' labels."""
+def sft_loss(*, dft: bool = False) -> Loss:
+    """Cross entropy of the demonstrations' labels.
+
+    dft: each label's times its probability, without the gradient of the latter (arXiv 2508.05629, equation 9).
+    """
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
-        loss = -(batch.weights * _masked(scores.logprobs, batch.mask)).sum()
+        logprobs = _masked(scores.logprobs, batch.mask)
+        per_token = -logprobs * logprobs.detach().exp() if dft else -logprobs
+        loss = (batch.weights * per_token).sum()
         return LossOutput(loss=loss, num_tokens=batch.mask.sum(), weighted={"sft/loss": loss})
 
     return Loss(fn, frozenset(), with_entropy=False)

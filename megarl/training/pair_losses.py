@@ -13,7 +13,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.algorithms.preference import accuracy, bradley_terry_loss, ipo_loss, log_odds
+from megarl.algorithms.preference import (
+    accuracy,
+    apo_down_loss,
+    apo_zero_loss,
+    bradley_terry_loss,
+    hinge_loss,
+    ipo_loss,
+    log_odds,
+    robust_loss,
+)
 from megarl.algorithms.sequences import sequence_sums
 from megarl.recipe.supervised import Dpo
 from megarl.training.batch import DeviceBatch
@@ -44,16 +53,15 @@ def reward_fn(center_coef: float, over_context: OverContext) -> Callable[[TokenS
 def dpo_fn(settings: Dpo, over_context: OverContext) -> Callable[[TokenScores, DeviceBatch], LossOutput]:
     """The loss of rewards of a response, of r_chosen - r_rejected - margin.
 
-    r = beta (log-prob - reference's), summed over a response: DPO (arXiv 2305.18290, equation 7), cDPO, IPO (2310.12036,
-    equation 17); with length_normalized the mean over the response's tokens takes the place of the sum. Column: ref_logprobs.
+    r = beta (log-prob - reference's), summed over a response: DPO (arXiv 2305.18290, equation 7), cDPO, rDPO, the hinge, APO, IPO
+    (2310.12036, equation 17); with length_normalized the mean over the response's tokens takes the place of the sum. Column:
+    ref_logprobs.
     Without a reference, of the mean log-prob m of a response's tokens: r = beta m is SimPO (2405.14734, equation 6), r = the log
     odds of m is ORPO (2403.07691, equations 6 and 7), whose loss counts beta.
     sft_coef, 1 in ORPO, adds the better answer's own loss, -m (2404.19733, equation 1).
     over_context: sums a tensor over the ranks that hold parts of the same sequences, differentiably.
     """
-    beta, weight, sft_coef = settings.beta, 1.0, settings.sft_coef
-    if settings.loss == "orpo":
-        weight, sft_coef = beta, 1.0
+    beta, sft_coef = settings.beta, 1.0 if settings.loss == "orpo" else settings.sft_coef
 
     def fn(scores: TokenScores, batch: DeviceBatch) -> LossOutput:
         logprobs = scores.logprobs
@@ -66,10 +74,7 @@ def dpo_fn(settings: Dpo, over_context: OverContext) -> Callable[[TokenScores, D
         chosen, rejected = map(log_odds, _pairs(ratios)) if settings.loss == "orpo" else _pairs(beta * ratios)
         weights, ahead = _weights(batch), chosen - rejected
         lead = ahead - _margins(batch) - settings.margin
-        per_pair = (
-            ipo_loss(lead, beta) if settings.loss == "ipo" else bradley_terry_loss(lead, settings.label_smoothing)
-        )
-        per_pair = weight * per_pair
+        per_pair = _compared(settings, chosen, rejected, lead)
         if sft_coef:
             per_pair = per_pair - sft_coef * _pairs(said / counts)[0]
         loss = (weights * per_pair).sum()
@@ -83,6 +88,26 @@ def dpo_fn(settings: Dpo, over_context: OverContext) -> Callable[[TokenScores, D
         return LossOutput(loss, batch.mask.sum(), reported_as("dpo", weights, reported), weights.sum())
 
     return fn
+
+
+def _compared(settings: Dpo, chosen: Tensor, rejected: Tensor, lead: Tensor) -> Tensor:
+    """The loss of each pair, from its two rewards and from how far the chosen one leads by: all [P]."""
+    match settings.loss:
+        case "ipo":
+            loss = ipo_loss(lead, settings.beta)
+        case "hinge":
+            loss = hinge_loss(lead)
+        case "robust":
+            loss = robust_loss(lead, settings.label_smoothing)
+        case "apo_zero":
+            loss = apo_zero_loss(chosen, rejected)
+        case "apo_down":
+            loss = apo_down_loss(chosen, lead)
+        case "sigmoid" | "simpo":
+            loss = bradley_terry_loss(lead, settings.label_smoothing)
+        case "orpo":
+            loss = settings.beta * bradley_terry_loss(lead, settings.label_smoothing)
+    return loss
 
 
 def masked_sums(values: Tensor, batch: DeviceBatch) -> Tensor:

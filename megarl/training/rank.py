@@ -249,10 +249,13 @@ class Rank:
 
     @contextmanager
     def watched(self, role: str, operation: Operation) -> Iterator[None]:
-        """Remember the most memory that this rank holds meanwhile, whatever it belongs to."""
-        reset_peak_bytes(self.platform)
-        yield
+        """Remember the most memory that this rank holds meanwhile, whatever it belongs to. Profiles show it by its name."""
+        from torch.profiler import record_function
+
         name = f"{role}/{operation}"
+        reset_peak_bytes(self.platform)
+        with record_function(name):
+            yield
         self._peaks[name] = max(peak_bytes(self.platform), self._peaks.get(name, 0))
         # What such a pass has freed serves the update that follows it; else others may need it, where it is much.
         if operation not in BEFORE_UPDATE or not self._losses:

@@ -38,7 +38,9 @@ class ValueObjective:
 
 @dataclass(frozen=True)
 class SftObjective:
-    """Cross entropy of demonstrations."""
+    """Cross entropy of demonstrations. dft: that of each token times its probability."""
+
+    dft: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.preference import accuracy, bradley_terry_loss, ipo_loss, log_odds
+from megarl.algorithms.preference import (
+    accuracy,
+    apo_down_loss,
+    apo_zero_loss,
+    bradley_terry_loss,
+    hinge_loss,
+    ipo_loss,
+    log_odds,
+    robust_loss,
+)
 
 LEADS = st.lists(st.floats(-30, 30), min_size=1, max_size=8)
 
@@ -28,6 +37,31 @@ def test_smoothing_by_hand() -> None:
 def test_ipo_by_hand() -> None:
     # h = 3 and beta = 0.25: (3 - 1 / (2 x 0.25))^2 = 1
     assert ipo_loss(torch.tensor([0.25 * 3.0]), beta=0.25).tolist() == [1.0]
+
+
+def test_robust_and_hinge_by_hand() -> None:
+    # sigmoid(log 3) = 3/4: (0.9 log(4/3) - 0.1 log 4) / 0.8
+    lead = torch.tensor([math.log(3)], dtype=torch.float64)
+    expected = (0.9 * math.log(4 / 3) - 0.1 * math.log(4)) / 0.8
+    assert robust_loss(lead, 0.1).item() == pytest.approx(expected)
+    assert hinge_loss(torch.tensor([-1.0, 0.25, 1.0, 3.0])).tolist() == [2.0, 0.75, 0.0, 0.0]
+
+
+@given(LEADS, st.floats(0, 0.49))
+def test_labels_of_which_a_share_is_wrong_have_robust_losses_of_the_mean_of_right_ones(
+    leads: list[float], flipped: float
+) -> None:
+    lead = torch.tensor(leads, dtype=torch.float64)
+    mean = (1 - flipped) * robust_loss(lead, flipped) + flipped * robust_loss(-lead, flipped)
+    torch.testing.assert_close(mean, bradley_terry_loss(lead), rtol=1e-6, atol=1e-9)
+
+
+def test_anchored_by_hand() -> None:
+    # sigmoid(log 3) = 3/4, sigmoid(-log 3) = 1/4, sigmoid(log 9) = 9/10
+    up, down = torch.tensor([math.log(3)]), torch.tensor([-math.log(3)])
+    assert apo_zero_loss(up, down).item() == pytest.approx(1 - 3 / 4 + 1 / 4)
+    assert apo_zero_loss(down, up).item() == pytest.approx(1 - 1 / 4 + 3 / 4)
+    assert apo_down_loss(up, up - down).item() == pytest.approx(3 / 4 + 1 - 9 / 10)
 
 
 @given(LEADS, st.floats(0, 0.49))
@@ -83,5 +117,7 @@ def test_a_tie_counts_half() -> None:
 def test_settings_that_cannot_be() -> None:
     with pytest.raises(ValueError, match=r"below 0\.5; got 0\.5"):
         bradley_terry_loss(torch.zeros(1), 0.5)
+    with pytest.raises(ValueError, match=r"below 0\.5; got -0\.1"):
+        robust_loss(torch.zeros(1), -0.1)
     with pytest.raises(ValueError, match="above 0; got 0"):
         ipo_loss(torch.zeros(1), 0.0)

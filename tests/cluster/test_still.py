@@ -60,6 +60,26 @@ def test_those_that_sleep_begin_nothing_as_it_is_and_are_not_woken() -> None:
     assert told(stage) == [[]] * 2
 
 
+@pytest.mark.parametrize("offload", [("weights", "kv_cache"), ("kv_cache",), ()])
+def test_those_that_have_made_room_are_woken_by_the_first_weights(
+    monkeypatch: pytest.MonkeyPatch, offload: tuple[str, ...]
+) -> None:
+    """Before roles are built on their devices. The weights wake first, and the cache for the proof that they have come."""
+    stage = Stage(FakeStarter(offloaded=bool(offload)))
+    pool = pool_of(stage, "abort", beside=False)
+    pool.recipe.rollout.offload = offload  # type: ignore[misc]
+    pool.make_room()
+    sleep: list[tuple[str, Any]] = [("sleep", (tuple(sorted(offload)), DEADLINE_S))] if offload else []
+    assert told(stage) == [sleep] * 2 and stage.pool.asleep == {*offload}
+    nobody, sending = Any, SimpleNamespace(transport="broadcast")
+    sync = WeightSync("actor", nobody, nobody, pool, pool.recipe, sending)  # type: ignore[arg-type]
+    woken: list[frozenset[str]] = []
+    monkeypatch.setattr(sync, "_send", lambda _: woken.append(stage.pool.asleep) or 1.0)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(sync, "verify", lambda _: {"verified": 1.0})
+    sync._deliver(1)
+    assert woken == [frozenset(offload) - {"weights"}]
+
+
 @pytest.mark.parametrize(("transport", "paused"), [("broadcast", 1), ("disk", 1), ("adapters", 0)])
 def test_a_sync_sends_while_servers_are_still(monkeypatch: pytest.MonkeyPatch, transport: str, paused: int) -> None:
     stage = Stage(FakeStarter())

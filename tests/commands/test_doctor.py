@@ -103,6 +103,21 @@ def test_a_compiler_is_looked_for_where_kernels_are_compiled(monkeypatch: pytest
     assert not [each for each in diagnose(CPU).findings if each.part == "C compiler"]
 
 
+@pytest.mark.parametrize("scheme", ["posix_prefix", "posix_local"])
+def test_what_triton_compiles_finds_pythons_headers(
+    scheme: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A distribution's Python has them in a package of its own; by its own scheme they would be where nobody has any."""
+    places = {"posix_prefix": {"include": str(tmp_path)}, "posix_local": {"include": str(tmp_path / "local")}}
+    monkeypatch.setattr(doctor.sysconfig, "get_default_scheme", lambda: scheme)
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda name: places[name])
+    missing = find(diagnose(CUDA), "Python's headers")
+    assert (missing.level, missing.wanted) == (Level.NOTE, str(tmp_path / "Python.h")) and "python3-dev" in missing.cost
+    (tmp_path / "Python.h").touch()
+    assert find(diagnose(CUDA), "Python's headers").level is Level.OK
+    assert not [each for each in diagnose(CPU).findings if each.part == "Python's headers"]
+
+
 def test_what_servers_compile_kernels_with_is_looked_for_as_they_find_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from megarl.core.metrics import check_names
@@ -84,6 +87,25 @@ def test_waits_before_the_step_are_not_the_steps(clock: Clock) -> None:
     with timer.step(1):
         clock.pass_s(2)
     assert timer.metrics(0)["perf/driver_s"] == 2
+
+
+def test_what_is_around_a_step_takes_none_of_its_time(clock: Clock) -> None:
+    timer, seen = PhaseTimer(clock=clock), []
+
+    @contextmanager
+    def around(step: int) -> Iterator[None]:
+        seen.append(step)
+        with timer.waiting():
+            clock.pass_s(7)
+        yield
+        with timer.waiting():
+            clock.pass_s(7)
+
+    timer.around = around
+    with timer.step(4), timer.phase("update"):
+        clock.pass_s(2)
+    metrics = timer.metrics(num_tokens=10)
+    assert (metrics["perf/step_s"], metrics["perf/update_s"], metrics["perf/driver_s"], seen) == (2, 2, 2, [4])
 
 
 def test_an_error_closes_everything(clock: Clock) -> None:

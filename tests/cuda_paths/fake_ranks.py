@@ -87,10 +87,11 @@ WITH_EXPERTS = (
 )
 # Dense, with experts, with latents: families of one kind of layer differ in modules that these ways do not tell from others.
 KINDS_OF_LAYERS = ("qwen3", "qwen3_moe", "deepseek_v3")
-RECOMPUTED = ("full recompute", "recompute of two layers", "selective recompute")
 TORCHS = "torch's attention"  # as on devices where Transformer Engine has none for packed sequences
 # In which ways checkpoints go from one kind of layers to the other: the others write the same tensors.
 READ = ("plain", "adapters", "adapters behind norms")
+# What is tried of those alone: it is of layers, not of a family's names and numbers.
+OF_KINDS = ("full recompute", "recompute of two layers", "selective recompute", "bfloat16")
 # Layers of a model without stages that are built: all it has are like them.
 FEW = 4
 ROLE = "actor"
@@ -199,18 +200,18 @@ def build_all(platform: Platform) -> dict[str, Any]:
 
 
 def read_in(family: str) -> list[str]:
-    """The ways in which each kind reads what the other wrote."""
-    return [way for way in ways(family) if way in READ]
+    """The ways in which each kind reads what the other wrote; adapters' parts are named as kinds of layers have them."""
+    return [way for way in ways(family) if way in READ and (way == "plain" or family in KINDS_OF_LAYERS)]
 
 
 def ways(family: str) -> dict[str, dict[str, Any]]:
-    """What is tried of a family: latent attention has no linear_qkv, and recomputing layers is for whole kinds of them.
+    """What is tried of a family: latent attention has no linear_qkv, and some ways are for whole kinds of layers.
 
     Where there are adapters behind norms, the linears behind none have some as well, and so have routed experts.
     """
     without = "adapters behind norms" if family in LATENT else "adapters"
     tried = [way for way in RUNS if way != without]
-    found = {way: RUNS[way] for way in tried if family in KINDS_OF_LAYERS or way not in RECOMPUTED}
+    found = {way: RUNS[way] for way in tried if family in KINDS_OF_LAYERS or way not in OF_KINDS}
     if family in WITH_EXPERTS:
         for way in found.keys() & {"adapters", "adapters behind norms"}:
             lora = found[way]["lora"]

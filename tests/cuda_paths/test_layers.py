@@ -105,7 +105,7 @@ def test_layers_of_transformer_engine_may_have_torchs_attention(family: str, fou
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_kind_of_layers_reads_the_checkpoints_of_the_other(family: str, found: dict[str, Any]) -> None:
-    assert len(read_in(family)) == 2
+    assert len(read_in(family)) == (2 if family in KINDS_OF_LAYERS else 1)
     for way in read_in(family):
         assert found["fused"]["ran"][f"{family}: {way}"]["read"] < 1e-5, way
 

@@ -141,15 +141,31 @@ def test_a_template_is_given_what_the_recipe_says_wherever_it_renders(
     assert ChatTemplate(tokenizer).prompt(asked)[1] == f"user: 1+1\n{ends}"
 
 
+def test_what_a_row_gives_the_template_goes_before_what_the_recipe_does(thinking_folder: Path) -> None:
+    tokenizer = load_tokenizer(thinking_folder, {"enable_thinking": False, "effort": "high"})
+    asked = [{"role": "user", "content": "1+1"}]
+    for given, ends in (({"effort": "low"}, "<think></think>low"), ({"enable_thinking": True}, "high"), (None, None)):
+        row = Row(ROW.path, 1, {"chat_template_kwargs": given})
+        expected = f"user: 1+1\nassistant: {ends or '<think></think>high'}"
+        assert render(tokenizer, asked, row, generation_prompt=True) == expected
+    for wrong, says in (
+        ({"effrt": 1}, r"a\.jsonl, line 1, field 'chat_template_kwargs'\.effrt: .*Did you mean effort\?"),
+        ({"tools": []}, r"'chat_template_kwargs'\.tools: this is not yours to give"),
+        ("high", r"'chat_template_kwargs': a string; wanted is an object"),
+    ):
+        with pytest.raises(UserError, match=says):
+            render(tokenizer, asked, Row(ROW.path, 1, {"chat_template_kwargs": wrong}), generation_prompt=True)
+
+
 def test_what_a_template_would_not_read_or_is_not_the_recipes_to_give_is_refused(
     thinking_folder: Path, model_folder: Path
 ) -> None:
     for given, says in (
         ({"enable_thinkin": False}, r"data\.chat_template_kwargs\.enable_thinkin: .* Did you mean enable_thinking\?"),
         ({"zzz": 1}, r"data\.chat_template_kwargs\.zzz: the chat template of .* does not read that name\. Correct"),
-        ({"add_generation_prompt": True}, r"add_generation_prompt: this is not the recipe's to give"),
-        ({"messages": []}, r"messages: this is not the recipe's to give"),
-        ({"tools": []}, r"tools: this is not the recipe's to give"),
+        ({"add_generation_prompt": True}, r"add_generation_prompt: this is not yours to give"),
+        ({"messages": []}, r"messages: this is not yours to give"),
+        ({"tools": []}, r"tools: this is not yours to give"),
     ):
         with pytest.raises(UserError, match=says):
             load_tokenizer(thinking_folder, given)

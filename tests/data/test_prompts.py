@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers import AddedToken
 
 from megarl.core.errors import UserError
 from megarl.data.digests import TEMPLATE
@@ -39,6 +40,28 @@ def test_a_string_becomes_a_user_message_under_a_chat_template(tmp_path: Path, c
     assert (len(loaded), loaded.num_dropped) == (1, 0)
 
 
+@pytest.mark.parametrize(
+    ("opened", "special", "ends"),
+    [
+        ("<think>\n", False, "</think>"),
+        ("[THINK]", False, "[/THINK]"),
+        ("<think>\n\n</think>\n\n", False, None),
+        ("<think>\n", True, None),  # no response shows it
+        ("", False, None),
+    ],
+)
+def test_a_prompt_that_opens_the_thinking_says_what_ends_it(
+    opened: str, special: bool, ends: str | None, tmp_path: Path
+) -> None:
+    opens = CHAT_TEMPLATE.replace("assistant\\n", f"assistant\\n{opened}")
+    assert (opens == CHAT_TEMPLATE) == (not opened)
+    tokenizer = make_tokenizer(chat_template=opens)
+    tokenizer.add_tokens([AddedToken("</think>", special=special)])
+    path = write(tmp_path, {"prompt": "1+1?", "answer": "2"})
+    (prompt,) = load_prompts(path, tokenizer, data(path)).prompts
+    assert prompt.text.endswith(f"assistant\n{opened}") and prompt.metadata.get("thinking_ends") == ends
+
+
 def test_a_string_stands_as_it_is_without_a_chat_template(tmp_path: Path, plain_tokenizer: Any) -> None:
     path = write(tmp_path, {"prompt": "1+1?", "answer": "2"})
     (prompt,) = load_prompts(path, plain_tokenizer, data(path)).prompts
@@ -52,6 +75,19 @@ def test_messages_and_strings_give_the_same_prompt(tmp_path: Path, chat_tokenize
     first, second = load_prompts(path, chat_tokenizer, data(path)).prompts
     assert first.token_ids.tolist() == second.token_ids.tolist()
     assert first.metadata["prompt_messages"] == second.metadata["prompt_messages"] == chat
+
+
+def test_a_row_gives_the_template_what_it_reads_but_not_in_episodes(tmp_path: Path, plain_tokenizer: Any) -> None:
+    tokenizer = make_tokenizer(chat_template="{% if mood %}{{ '(' + mood + ')' }}{% endif %}" + CHAT_TEMPLATE)
+    path = write(tmp_path, {"prompt": "1+1?", "answer": "2", "chat_template_kwargs": {"mood": "glad"}})
+    (prompt,) = load_prompts(path, tokenizer, data(path)).prompts
+    assert prompt.text.startswith("(glad)<|im_start|>")
+    with pytest.raises(
+        UserError, match=r"line 1, field 'chat_template_kwargs'.*Set data\.chat_template_kwargs for all rows"
+    ):
+        load_prompts(path, tokenizer, data(path), answered=False)
+    with pytest.raises(UserError, match="has no chat template that could read mood"):
+        load_prompts(path, plain_tokenizer, data(path))
 
 
 @pytest.mark.parametrize("suffix", ["", "\n"])

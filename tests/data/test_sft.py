@@ -165,6 +165,22 @@ def test_a_response_is_the_assistants_whole_message(
     assert spoken(calling_tokenizer, demonstrate(calling_tokenizer, fields))[1] == f"{trained}<|im_end|>"
 
 
+def test_a_row_gives_the_template_what_it_reads(tmp_path: Path, plain_tokenizer: Any) -> None:
+    tokenizer = make_tokenizer(chat_template="{% if mood %}{{ '(' + mood + ')' }}{% endif %}" + CHAT_TEMPLATE)
+    tokenizer.save_pretrained(tmp_path)
+    row, glad = {"messages": [USER, ASSISTANT]}, {"chat_template_kwargs": {"mood": "glad"}}
+    path, digests = tmp_path / "rows.jsonl", []
+    for more in ({}, glad):
+        path.write_text(json.dumps(row | more))
+        found = load_demonstrations(path, tmp_path, SftData(train=path))
+        (shown,) = (spoken(tokenizer, each)[0] for each in found.rows)
+        assert shown.startswith("(glad)<|im_start|>" if more else "<|im_start|>")
+        digests.append(found.digests["texts"])
+    assert digests[0] != digests[1]  # a run that goes on would have other tokens
+    with pytest.raises(UserError, match="has no chat template that could read mood"):
+        demonstrate(plain_tokenizer, {"prompt": "1+1?", "response": "two", **glad})
+
+
 @pytest.mark.parametrize("form", [list, json.dumps])
 @pytest.mark.parametrize("row", [{"messages": [USER, ASSISTANT]}, {"prompt": "1+1?", "response": "two"}])
 def test_the_template_is_told_of_a_rows_tools(calling_tokenizer: Any, form: Any, row: dict[str, Any]) -> None:
@@ -218,6 +234,14 @@ def test_only_the_response_after_a_prompt_with_assistant_turns_is_trained_on(cha
 
 def test_without_a_template_text_ends_with_the_end_token(plain_tokenizer: Any) -> None:
     whole, trained = spoken(plain_tokenizer, demonstrate(plain_tokenizer, {"prompt": "1+1=", "response": "2"}))
+    assert (whole, trained) == ("<s>1+1=2<|im_end|>", "2<|im_end|>")
+
+
+def test_an_end_token_that_the_response_has_is_not_written_twice(plain_tokenizer: Any) -> None:
+    """TRL's rule: it is put behind a completion that does not end with it."""
+    whole, trained = spoken(
+        plain_tokenizer, demonstrate(plain_tokenizer, {"prompt": "1+1=", "response": "2<|im_end|>"})
+    )
     assert (whole, trained) == ("<s>1+1=2<|im_end|>", "2<|im_end|>")
 
 

@@ -69,6 +69,7 @@ def test_fields_have_the_names_that_the_recipe_says(file: Path, model_folder: Pa
         ),
         ({"prompt": "a", "label": True}, "there is no field 'completion' (the answer, data.response_key)"),
         ({"completion": "a", "label": True}, "there is no field 'prompt' (data.prompt_key)"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "line 1: the row is a pair, 'chosen' and 'rejected'"),
         (GOOD | {"label": None}, "the field 'label' (whether the answer is desirable, data.label_key) is null"),
         (
             GOOD | {"label": "good"},

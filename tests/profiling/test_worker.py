@@ -32,22 +32,42 @@ def test_a_reference_model_is_whole_and_has_a_tokenizer(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(folder).encode("5 17") == [5, 17]
 
 
-@pytest.mark.parametrize("has_device_memory", [True, False])
+@pytest.mark.parametrize(("has_device_memory", "copied"), [(True, 2**20), (False, 2**18)])
 def test_copies_to_the_host_are_timed_as_what_is_offloaded_goes(
-    has_device_memory: bool, monkeypatch: pytest.MonkeyPatch
+    has_device_memory: bool, copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Into locked memory, where a device has its own."""
+    """Into locked memory, where a device has its own; of so many bytes that a wait for it is a small part of the time."""
     pinned, empty = [], torch.empty
 
-    def made(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        pinned.append(pin_memory)
-        return empty(*shape, **options)  # nothing can be locked here
+    def made(shape: torch.Size, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        pinned.append((4 * shape.numel(), pin_memory))
+        return empty(shape, **options)  # nothing can be locked here
 
     monkeypatch.setattr(torch, "empty", made)
     monkeypatch.setattr(worker, "LARGEST_MATRIX", worker.SMALLEST_MATRIX)
+    assert worker.DEVICE_COPIED >= 2**30 and worker.DEVICE_MESSAGES[1] >= 2**28, (
+        "a millisecond of a fast device or link"
+    )
+    monkeypatch.setattr(worker, "DEVICE_COPIED", 2**20)
+    monkeypatch.setattr(worker, "HOST_COPIED", 2**18)
     platform = replace(get_platform("cpu"), has_device_memory=has_device_memory)
     raw = worker._raw(platform, Job("cpu", "float32", (), (), 1, 0, 60.0))
-    assert raw.host_bytes_s > 0 and pinned == [has_device_memory]
+    assert raw.host_bytes_s > 0 and pinned == [(copied, has_device_memory)]
+
+
+def test_products_are_timed_of_numbers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose clock power limits multiplies constant ones faster than those of a model."""
+    multiplied, matmul = [], torch.matmul
+
+    def noted(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        multiplied.append(float(left.std()))
+        return matmul(left, right)
+
+    monkeypatch.setattr(torch, "matmul", noted)
+    monkeypatch.setattr(worker, "LARGEST_MATRIX", worker.SMALLEST_MATRIX)
+    monkeypatch.setattr(worker, "HOST_COPIED", 2**18)
+    worker._raw(get_platform("cpu"), Job("cpu", "float32", (), (), 1, 0, 60.0))
+    assert multiplied and min(multiplied) > 0.9
 
 
 @pytest.mark.slow

@@ -103,7 +103,18 @@ COMMON: dict[str, Sequence[str]] = {
     **_under(
         "deadlines", {f"{name}_s": ["9000.0"] for name in ("start", "rollout", "train", "sync", "save", "answer")}
     ),
-    **_under("report", {"tensorboard": ["false"], "wandb.project": ["another"], "samples": ["1"]}),
+    **_under(
+        "report",
+        {
+            "tensorboard": ["false"],
+            "wandb.project": ["another"],
+            "writer": [f"{OWN}:Told"],
+            "profiler.steps": ["[2]"],
+            "profiler.ranks": ["[1]"],
+            "profiler.memory": ["true"],
+            "samples": ["1"],
+        },
+    ),
 }
 _REFERENCE = {**_under("reference.parallel", _PARALLEL), **_under("reference", {**_FROZEN, "refresh_every": ["1"]})}
 
@@ -354,6 +365,7 @@ SFT: dict[str, Sequence[str]] = {
     **_under("data", {"train": [f"{ROOT}/demonstrations2.jsonl"], "eval": [f"{ROOT}/demonstrations2.jsonl"]}),
     **_under("data", {"response_key": ["reply"], "messages_key": ["chat"]}),
     "actor.micro_batch_tokens": ["72"],
+    "sft.loss": ["dft"],
 }
 _PAIRS = {
     **_ROWS,
@@ -367,7 +379,7 @@ DPO: dict[str, Sequence[str]] = {
     **_under(
         "dpo",
         {
-            "loss": ["ipo", "simpo", "orpo"],
+            "loss": ["robust", "hinge", "ipo", "apo_zero", "apo_down", "simpo", "orpo"],
             "margin": ["0.5"],
             "beta": ["0.5"],
             "label_smoothing": ["0.2"],
@@ -382,7 +394,9 @@ KTO: dict[str, Sequence[str]] = {
     **_under("data", {"train": [f"{ROOT}/labelled2.jsonl"], "eval": [f"{ROOT}/labelled2.jsonl"]}),
     **_under("data", {"response_key": ["reply"], "label_key": ["good"]}),
     "actor.micro_batch_tokens": ["72"],
-    **_under("kto", {"beta": ["0.5"], "desirable_weight": ["1.5"], "undesirable_weight": ["0.5"]}),
+    **_under(
+        "kto", {"loss": ["apo_zero"], "beta": ["0.5"], "desirable_weight": ["1.5"], "undesirable_weight": ["0.5"]}
+    ),
 }
 _PAIR_LOSSES = {loss: [f"dpo.loss={loss}"] for loss in ("ipo", "simpo", "orpo")}
 VALUES: dict[str, dict[str, Sequence[str]]] = {"train": TRAIN, "sft": SFT, "rm": RM, "dpo": DPO, "kto": KTO}
@@ -500,6 +514,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
         "cuda": _CUDA,
         "bfloat16 on cuda": [*_CUDA, f"model.path={ROOT}/wide"],
         "wandb": ["report.wandb={}"],
+        "profiled": [_TWO, "report.profiler={steps: [1]}"],
         "searched": [_SEARCH],
         "searched, critic and scores": [_PPO, _KL, _SCORED, _SEARCH],
         "searched, distilled": [*_DISTILL, _SEARCH],
@@ -526,6 +541,7 @@ CONTEXTS: dict[str, dict[str, Sequence[str]]] = {
             "by epochs": _EPOCHS,
             "mixed": ["data.mix={a: 3, b: 1}"],
             "wandb": ["report.wandb={}"],
+            "profiled": [_TWO, "report.profiler={steps: [1]}"],
             **_role_contexts("actor"),
             **_optimizer_contexts("actor"),
             **extra,
@@ -621,7 +637,7 @@ SWEEPS: dict[str, Sequence[str]] = {
     "train.keep_best": ("plain", "best"),
     "train.epochs": ("plain", "by epochs"),
     "dpo": ("plain", *_PAIR_LOSSES),
-    "report": ("plain", "wandb"),
+    "report": ("plain", "wandb", "profiled"),
 }
 
 # Keys that no configuration accepts another value of, and why they are there all the same.

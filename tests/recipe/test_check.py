@@ -263,6 +263,7 @@ def test_every_rule_is_tested_above_and_names_keys_that_exist() -> None:
         "report.samples",
         "reward.fn",  # in test_reward.py: no further key makes it count
         "dpo.label_smoothing",
+        "dpo.margin",
         "dpo.length_normalized",
         "dpo.sft_coef",
         "cluster.file",
@@ -406,6 +407,8 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
             )
         ),
         (["data.mix={math: 0}"], "all of its shares are 0"),
+        (["train.steps=3", "report.profiler.steps=[3, 4]"], "step 4 is behind the run's last (train.steps=3)"),
+        (["report.profiler={steps: [2], ranks: [0, 1]}"], "there is no rank 1: the largest pool has 1, counted from 0"),
         (["train.steps=0"], "nothing says how long the run is. Set it, or train.epochs"),
         (
             [*SERVED, "rollout.servers.urls=['http://127.0.0.1:1', 'http://127.0.0.1:2']"],

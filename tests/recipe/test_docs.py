@@ -19,7 +19,14 @@ from megarl.algorithms.inputs import LOSS_INPUTS, SAMPLE_ADVANTAGES, SAMPLE_INPU
 from megarl.algorithms.kl import KlKind, kl_estimate
 from megarl.algorithms.limits import MAX_LOG_RATIO
 from megarl.algorithms.policy_loss import POLICY_LOSSES, distill_loss, gmpo_loss, gspo_loss
-from megarl.algorithms.preference import bradley_terry_loss, ipo_loss
+from megarl.algorithms.preference import (
+    apo_down_loss,
+    apo_zero_loss,
+    bradley_terry_loss,
+    hinge_loss,
+    ipo_loss,
+    robust_loss,
+)
 from megarl.algorithms.reduce import Reduction, sample_weights
 from megarl.algorithms.returns import kl_penalty
 from megarl.core.metrics import check_names
@@ -230,8 +237,9 @@ def formula(page: str, name: str) -> Callable[..., Any]:
     [text] = re.findall(rf"^    {name}\s+= (.*?)(?:\s+mean over pairs)?$", page, flags=re.MULTILINE)
     text = re.sub(r"(?<=[\w)]) log sigmoid\(", " * logsigmoid(", text).replace("log sigmoid(", "logsigmoid(")
     text = re.sub(r"(?<=[a-z_]) \(", " * (", text).replace("^", "**")
+    text = re.sub(r"(?<=\d) (?=[a-z])", " * ", text)
     code = compile(text, name, "eval")
-    known = {"logsigmoid": torch.nn.functional.logsigmoid}
+    known = {"logsigmoid": torch.nn.functional.logsigmoid, "sigmoid": torch.sigmoid, "max": lambda a, b: b.clamp(min=a)}
     return lambda **values: eval(code, {"__builtins__": {}}, known | values)
 
 
@@ -240,6 +248,11 @@ def test_the_formulas_of_pairs_are_those_of_the_code() -> None:
     expected = formula(SUPERVISED, "sigmoid")(label_smoothing=0.2, lead=lead)
     assert torch.allclose(bradley_terry_loss(lead, 0.2), expected)
     assert torch.allclose(ipo_loss(lead, 0.3), formula(SUPERVISED, "ipo")(lead=lead, beta=0.3))
+    assert torch.allclose(robust_loss(lead, 0.2), formula(SUPERVISED, "robust")(label_smoothing=0.2, lead=lead))
+    assert torch.allclose(hinge_loss(lead), formula(SUPERVISED, "hinge")(lead=lead))
+    rewards = {"reward_c": lead + 0.5, "reward_r": lead.flip(0)}
+    assert torch.allclose(apo_zero_loss(*rewards.values()), formula(SUPERVISED, "apo_zero")(**rewards))
+    assert torch.allclose(apo_down_loss(lead + 0.5, lead), formula(SUPERVISED, "apo_down")(lead=lead, **rewards))
     # The conventions' h - m / beta - 1 / (2 beta), squared, with lead = beta h - m.
     h, m, beta = lead, 0.4, 0.3
     assert torch.allclose(ipo_loss(beta * h - m, beta), (h - m / beta - 1 / (2 * beta)) ** 2)

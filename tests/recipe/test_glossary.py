@@ -9,8 +9,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.recipe import glossary
 from megarl.recipe.explain import Schema
-from megarl.recipe.load import load_recipe
-from megarl.recipe.schema import Recipe
+from megarl.recipe.load import KINDS, load_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,11 +19,12 @@ def test_the_page_is_generated() -> None:
 
 
 def test_every_key_exists_and_stands_once() -> None:
-    schema = Schema(Recipe)
+    schemas = [Schema(kind) for kind in KINDS.values()]
     keys = [entry.key for entry in glossary.ENTRIES]
     assert len(set(keys)) == len(keys)
-    assert [key for key in keys if not schema.knows(tuple(key.split(".")))] == []
-    assert [old for old, new in glossary.RENAMED.items() if not any(leaf[-1] == new for leaf in schema.leaves())] == []
+    assert [key for key in keys if not any(schema.knows(tuple(key.split("."))) for schema in schemas)] == []
+    leaves = [leaf for schema in schemas for leaf in schema.leaves()]
+    assert [old for old, new in glossary.RENAMED.items() if not any(leaf[-1] == new for leaf in leaves)] == []
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,20 @@ def test_every_key_exists_and_stands_once() -> None:
 def test_an_old_key_and_a_peers_key_are_answered_with_ours(override: str, words: str) -> None:
     with pytest.raises(UserError) as refusal:
         load_recipe(ROOT / "recipes" / "quickstart.yaml", [override])
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "override", "words"),
+    [
+        ("dpo", "dpo.loss_type=ipo", "What TRL has by that name is `dpo.loss` here (ipo goes by sums"),
+        ("dpo", "rpo_alpha=1.0", "What TRL has by that name is `dpo.sft_coef` here"),
+        ("rm", "rm.center_rewards_coefficient=0.1", "What TRL has by that name is `rm.center_coef` here"),
+        ("kto", "data.max_length=512", "`data.max_tokens` here (of supervised runs: longer rows are dropped, not cut)"),
+        ("sft", "train.gradient_accumulation_steps=4", "What TRL has by that name is `train.batch_samples` here"),
+    ],
+)
+def test_a_key_of_a_peers_supervised_trainers_is_answered_with_ours(command: str, override: str, words: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        load_recipe(ROOT / "recipes" / f"quickstart_{command}.yaml", [override], KINDS[command])
     assert words in str(refusal.value)

@@ -18,6 +18,8 @@ from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
         (["eval.before=false"], ["data.eval=held_out.jsonl"]),
         (["eval.every=5"], ["data.eval=held_out.jsonl"]),
         (["dpo.loss=ipo", "dpo.label_smoothing=0.1"], ["dpo.loss=sigmoid"]),
+        (["dpo.loss=hinge", "dpo.label_smoothing=0.1"], ["dpo.loss=robust"]),
+        (["dpo.loss=apo_zero", "dpo.margin=0.5"], ["dpo.loss=apo_down"]),
         (["dpo.loss=simpo", "dpo.length_normalized=true"], ["dpo.loss=ipo"]),
         (["dpo.loss=orpo", "dpo.sft_coef=0.5"], ["dpo.loss=simpo"]),
         (["actor.lora={}", "reference.offload=[params]"], ["actor.lora=null"]),
@@ -91,9 +93,16 @@ def test_more_than_half_of_the_pairs_cannot_be_wrong(dpo_file: Path, value: str)
         load_recipe(dpo_file, [f"dpo.label_smoothing={value}"], DpoRecipe)
 
 
+def test_robust_is_told_how_many_labels_are_wrong(dpo_file: Path) -> None:
+    with pytest.raises(UserError, match=r"`dpo\.loss`.*robust without dpo\.label_smoothing is the loss of sigmoid"):
+        load_recipe(dpo_file, ["dpo.loss=robust"], DpoRecipe)
+    assert load_recipe(dpo_file, ["dpo.loss=robust", "dpo.label_smoothing=0.1"], DpoRecipe)
+
+
 def test_kto_asks_for_two_rows_and_has_a_reference(kto_file: Path) -> None:
     with pytest.raises(UserError, match=r"`train\.batch_samples`.*Set it to at least 2"):
         load_recipe(kto_file, ["train.batch_samples=1"], KtoRecipe)
+    assert load_recipe(kto_file, ["train.batch_samples=1", "kto.loss=apo_zero"], KtoRecipe)
     given = ["train.batch_samples=2", "cluster.devices=2", "reference.parallel.tp=2"]
     layouts = role_layouts(load_recipe(kto_file, given, KtoRecipe).recipe)
     assert {role: layout.tp for role, layout in layouts.items()} == {"actor": 1, "reference": 2}

@@ -54,6 +54,12 @@ def test_all_or_a_share_of_the_tests_pass() -> None:
     assert shares == pytest.approx([1.0, 2 / 3, 1.0, 3 / 4, 0.0, 0.0, 0.0, 0.0])
 
 
+def test_code_within_thinking_that_the_prompt_opened_is_none() -> None:
+    thinking = {**ADD, "thinking_ends": "</think>"}
+    found = grades([(block(RIGHT), thinking), (f"Hm.</think>{block(RIGHT)}", thinking)])
+    assert [each.reward for each in found] == [0.0, 1.0]
+
+
 def test_it_is_one_of_the_graders_of_a_recipe() -> None:
     settings = {
         "passes": {"kind": "code", "score": "share", "weight": 2.0},

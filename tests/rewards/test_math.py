@@ -80,6 +80,12 @@ def test_rewards(response: str, answer: str, reward: float) -> None:
     assert math("", response, answer, {}) == reward
 
 
+def test_what_is_thought_of_within_thinking_that_the_prompt_opened_is_no_answer() -> None:
+    opened = {"thinking_ends": "</think>"}
+    assert math("<think>\n", r"It may be \boxed{5}", "5", opened) == 0
+    assert math("<think>\n", r"It may be \boxed{6}.</think>It is \boxed{5}.", "5", opened) == 1
+
+
 @pytest.mark.parametrize(
     ("left", "right"),
     [

@@ -236,6 +236,15 @@ def test_runs_on_pairs(tmp_path: Path, model_folder: Path) -> None:
     assert preflight_supervised(load_recipe(place.recipe, [], RmRecipe).recipe).notes == (), "it generates nothing"
 
 
+def test_a_margin_is_refused_where_the_loss_looks_at_no_lead(place: Place) -> None:
+    place.recipe.write_text(f"{SFT.format(root=place.root)}dpo: {{loss: apo_zero}}\n")
+    place.write_rows(*(GOOD_PAIR | {"margin": margin} for margin in (0, 0, 0, 1)))
+    with pytest.raises(UserError, match=r"line 4, field 'margin': dpo\.loss apo_zero heeds no margin"):
+        preflight_supervised(load_recipe(place.recipe, [], DpoRecipe).recipe)
+    for heeds in ("data.margin_key=none", "dpo.loss=apo_down"):
+        assert preflight_supervised(load_recipe(place.recipe, [heeds], DpoRecipe).recipe).rows == 4
+
+
 def test_labels_that_count_too_differently_are_told_of_and_one_row_has_no_kl(place: Place) -> None:
     place.recipe.write_text(f"{SFT.format(root=place.root)}kto: {{}}\n")
 

@@ -1,4 +1,4 @@
-"""How ranks are started."""
+"""How ranks are started, and in what order they and servers take a device that both are on."""
 
 from __future__ import annotations
 
@@ -39,3 +39,24 @@ def test_ranks_wait_for_each_other_for_as_long_as_one_of_them_may_take(
     waiter: Any = None
     session._start_pools(runtime, recipe, waiter)
     assert told == [waits]
+
+
+@pytest.mark.parametrize(
+    ("shared", "order"), [(True, ["servers up", "servers sleep", "roles"]), (False, ["roles", "servers up"])]
+)
+def test_servers_on_the_ranks_devices_sleep_before_roles_take_memory(shared: bool, order: list[str]) -> None:
+    """Awake they have most of a device: the recipes of 4B on eight H100 give them 63 of 80 GiB, and build the actor with 32."""
+    done: list[str] = []
+    rollout = SimpleNamespace(make_room=lambda: done.append("servers sleep"))
+
+    def ready() -> Any:
+        done.append("servers up")
+        return rollout
+
+    def build() -> dict[str, Any]:
+        done.append("roles")
+        return {"actor": None}
+
+    launching: Any = SimpleNamespace(ready=ready)
+    assert session.both_ready(launching, build, shared=shared) == (rollout, {"actor": None})
+    assert done == order

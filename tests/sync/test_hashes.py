@@ -93,7 +93,7 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("llama", {"num_key_value_heads": 1}, (2,)),
         ("mistral", {}, (2,)),
         ("ministral3", {"vocab_size": 130, "num_key_value_heads": 1}, (2,)),
-        ("qwen2_moe", {"mlp_only_layers": [], "shared_expert_intermediate_size": 72}, (1, 2)),
+        ("qwen2_moe", {"mlp_only_layers": [], "shared_expert_intermediate_size": 72}, (2,)),
         ("phi3", {"num_key_value_heads": 1, "intermediate_size": 80}, (1,)),
         (
             "phi3",
@@ -103,23 +103,23 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ),
         ("mixtral", {}, (2,)),
         ("deepseek_v3", {}, (2,)),
-        ("apertus", {"vocab_size": 130}, (1, 2)),
-        ("deepseek_v2", {"vocab_size": 130, "rope_parameters": YARN}, (1, 2)),
-        ("ernie4_5", {"vocab_size": 130}, (1, 2)),
-        ("ernie4_5_moe", {"vocab_size": 130}, (1, 2)),
-        ("hunyuan_v1_dense", {"vocab_size": 130}, (1, 2)),
-        ("hunyuan_v1_moe", {"vocab_size": 130}, (1, 2)),
-        ("glm4", {"intermediate_size": 80, "num_key_value_heads": 1}, (1, 2)),
+        ("apertus", {"vocab_size": 130}, (2,)),
+        ("deepseek_v2", {"vocab_size": 130, "rope_parameters": YARN}, (2,)),
+        ("ernie4_5", {"vocab_size": 130}, (2,)),
+        ("ernie4_5_moe", {"vocab_size": 130}, (2,)),
+        ("hunyuan_v1_dense", {"vocab_size": 130}, (2,)),
+        ("hunyuan_v1_moe", {"vocab_size": 130}, (2,)),
+        ("glm4", {"intermediate_size": 80, "num_key_value_heads": 1}, (2,)),
         ("glm4_moe", {}, (2,)),  # by one rank: in bfloat16, below
-        ("glm4_moe_lite", {}, (1, 2)),
-        ("granite", {}, (1, 2)),
+        ("glm4_moe_lite", {}, (2,)),
+        ("granite", {}, (2,)),
         ("granitemoe", {"vocab_size": 130}, (2,)),
         ("olmo2", {"num_key_value_heads": 4}, (2,)),
-        ("olmo3", {"vocab_size": 130}, (1, 2)),
-        ("exaone4", {"vocab_size": 130}, (1, 2)),
-        ("smollm3", {"vocab_size": 130}, (1, 2)),
-        ("seed_oss", {"vocab_size": 130}, (1, 2)),
-        ("minimax_m2", {"vocab_size": 130}, (1, 2)),
+        ("olmo3", {"vocab_size": 130}, (2,)),
+        ("exaone4", {"vocab_size": 130}, (2,)),
+        ("smollm3", {"vocab_size": 130}, (2,)),
+        ("seed_oss", {"vocab_size": 130}, (2,)),
+        ("minimax_m2", {"vocab_size": 130}, (2,)),
         ("olmoe", {}, (1,)),
         ("gemma3", {"vocab_size": 130}, (2,)),
         ("gpt_oss", {"vocab_size": 130, "num_key_value_heads": 1}, (2,)),
@@ -161,6 +161,21 @@ def expected_of(model: Path, tensors: Mapping[str, torch.Tensor], tp: int) -> li
         ("ministral3", {"num_key_value_heads": 1}, 1),
         ("mixtral", {"vocab_size": 130}, 1),
         ("granitemoe", {"vocab_size": 130}, 1),
+        ("qwen2_moe", {"mlp_only_layers": [], "shared_expert_intermediate_size": 72}, 1),
+        ("apertus", {"vocab_size": 130}, 1),
+        ("deepseek_v2", {"vocab_size": 130, "rope_parameters": YARN}, 1),
+        ("ernie4_5", {"vocab_size": 130}, 1),
+        ("ernie4_5_moe", {"vocab_size": 130}, 1),
+        ("hunyuan_v1_dense", {"vocab_size": 130}, 1),
+        ("hunyuan_v1_moe", {"vocab_size": 130}, 1),
+        ("glm4", {"intermediate_size": 80, "num_key_value_heads": 1}, 1),
+        ("glm4_moe_lite", {}, 1),
+        ("granite", {}, 1),
+        ("olmo3", {"vocab_size": 130}, 1),
+        ("exaone4", {"vocab_size": 130}, 1),
+        ("smollm3", {"vocab_size": 130}, 1),
+        ("seed_oss", {"vocab_size": 130}, 1),
+        ("minimax_m2", {"vocab_size": 130}, 1),
         ("olmo2", {"num_key_value_heads": 4}, 1),
         ("gpt_oss", {"vocab_size": 130, "num_key_value_heads": 1}, 1),
         ("gpt_oss", {"vocab_size": 130, "num_key_value_heads": 1}, 2),  # of which a server says the same
@@ -174,10 +189,14 @@ def test_what_the_ranks_of_a_server_would_hold_is_known(
     found = sums_of(copies, ServerSpec(model, "float32", tp=tp), tmp_path / "ranks")
     tensors = dict(tensors_in(model))
     assert differences(expected_of(model, tensors, tp), found) == []
-    name = "model.layers.1.self_attn.q_proj.weight"
-    tensors[name].view(-1)[-1:] += 1
+    attention = "model.layers.1.self_attn"
+    latent = load_model_config(model).mla is not None
+    tensors[f"{attention}.{'o' if latent else 'q'}_proj.weight"].view(-1)[-1:] += 1
     [differs] = differences(expected_of(model, tensors, tp), found)
-    assert differs.startswith("model.layers.1.self_attn.qkv_proj.weight")
+    # Some of SGLang's models hold queries apart from keys and values.
+    assert differs.startswith(
+        f"{attention}.o_proj.weight" if latent else (f"{attention}.qkv_proj", f"{attention}.q_proj")
+    )
 
 
 @pytest.mark.slow

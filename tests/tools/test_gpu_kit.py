@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bench.gpu_engine import FIGURES
 from megarl.core.versions import installed
 from tools.gpu_kit.__main__ import main
-from tools.gpu_kit.make import project_files, write_program
+from tools.gpu_kit.make import loosened, project_files, write_program
 from tools.gpu_kit.parts import HEAD_BYTES, Head, KitError, join, split
 from tools.gpu_kit.use import Check, Module, install, place_of, unpack, use_kit
 from tools.gpu_kit.wheels import chosen, download_words, read_lock
@@ -114,8 +114,19 @@ def test_files_of_a_wheel_lie_where_python_finds_them_and_never_before_torch(tmp
         install(tmp_path / "bad.whl", site)
 
 
+def test_a_wheel_travels_loose_within_a_kit_that_is_compressed_as_a_whole(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr("a/__init__.py", "1\n" * 5000)
+        wheel.writestr("a/data/", "")
+    loose = loosened(tmp_path / "a.whl", tmp_path)
+    assert loose.stat().st_size > 10_000 > 10 * (tmp_path / "a.whl").stat().st_size
+    install(loose, tmp_path / "site")
+    assert (tmp_path / "site" / "a" / "__init__.py").read_text() == "1\n" * 5000
+
+
+@pytest.mark.parametrize("kind", ["gz", "xz"])
 @pytest.mark.parametrize("filters", [True, False])
-def test_a_kit_is_unpacked_once(filters: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kit_is_unpacked_once(filters: bool, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package called `tests` among the machine's own does not stand before the project's.
 
     filters: without them, as in Python before 3.11.4, which Debian 12 has.
@@ -131,9 +142,9 @@ def test_a_kit_is_unpacked_once(filters: bool, tmp_path: Path, monkeypatch: pyte
     (made / "project" / "tests").mkdir(parents=True)
     (made / "project" / "tests" / "conftest.py").touch()
     (made / "kit.json").write_text('{"python": "3.12", "torch": "2.11"}')
-    with tarfile.open(tmp_path / "kit.tar.gz", "w:gz") as tar:
+    with tarfile.open(tmp_path / "kit.tar", f"w:{kind}") as tar:  # type: ignore[call-overload]
         tar.add(made, ".")
-    parts = split(tmp_path / "kit.tar.gz", tmp_path, HEAD_BYTES + 100)
+    parts = split(tmp_path / "kit.tar", tmp_path, HEAD_BYTES + 100)
     assert len(parts) > 1
     for _ in range(2):
         assert unpack([tmp_path], folder) == {"python": "3.12", "torch": "2.11"}
@@ -141,6 +152,13 @@ def test_a_kit_is_unpacked_once(filters: bool, tmp_path: Path, monkeypatch: pyte
         assert (folder / "project" / "tests" / "__init__.py").exists()
         (folder / "site" / "mine").touch()
     assert (folder / "site" / "mine").exists(), "the second time it is taken as it is"
+
+
+def test_a_python_without_lzma_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(tmp_path, b"x", HEAD_BYTES + 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(KitError, match=r"was built without lzma.*name another Python"):
+        unpack([tmp_path / "part-00"], tmp_path / "there")
 
 
 def test_what_was_unpacked_nowhere_in_particular_is_gone_afterwards(

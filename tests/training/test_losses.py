@@ -220,6 +220,15 @@ def test_sft_loss_is_the_weighted_cross_entropy():
     assert given.logprobs.grad.tolist() == [-0.5, -0.25, -0.25, 0.0]
 
 
+def test_dft_counts_each_label_by_its_probability():
+    given = TokenScores(torch.tensor([-1.0, -2.0, -4.0, -99.0], requires_grad=True), None)
+    output = sft_loss(dft=True).fn(given, batch())
+    counts = [0.5 * math.exp(-1), 0.25 * math.exp(-2), 0.25 * math.exp(-4), 0.0]
+    assert output.loss.item() == pytest.approx(counts[0] * 1 + counts[1] * 2 + counts[2] * 4)
+    output.loss.backward()
+    assert given.logprobs.grad.tolist() == pytest.approx([-count for count in counts])
+
+
 def test_what_lies_outside_the_mask_reaches_neither_gradient_nor_metrics():
     infinite = [*OLD[:3], float("-inf")]
     given = scores(OLD, entropy=[0.3, 0.6, 0.9, float("nan")])

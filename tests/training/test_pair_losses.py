@@ -75,6 +75,16 @@ def dpo_loss(model, mini, settings):
         total = total - (1 if settings.loss == "orpo" else settings.sft_coef) * said[0]
         if settings.loss == "ipo":
             total = total + (lead / settings.beta - 1 / (2 * settings.beta)) ** 2
+        elif settings.loss == "hinge":
+            total = total + torch.clamp(1 - lead, min=0)
+        elif settings.loss == "apo_zero":
+            total = total + 1 - torch.sigmoid(rewards[0]) + torch.sigmoid(rewards[1])
+        elif settings.loss == "apo_down":
+            total = total + torch.sigmoid(rewards[0]) + 1 - torch.sigmoid(lead)
+        elif settings.loss == "robust":
+            right, wrong = (torch.log(torch.sigmoid(each)) for each in (lead, -lead))
+            flipped = settings.label_smoothing
+            total = total - ((1 - flipped) * right - flipped * wrong) / (1 - 2 * flipped)
         else:
             smoothing = settings.label_smoothing
             likelihood = (1 - smoothing) * torch.log(torch.sigmoid(lead)) + smoothing * torch.log(torch.sigmoid(-lead))
@@ -117,8 +127,12 @@ def test_reward_updates_are_those_of_a_hand_written_loop(rank, scored):
         Dpo(beta=2.0, length_normalized=True),
         Dpo(beta=2.0, margin=0.5, loss="simpo"),
         Dpo(beta=0.3, loss="orpo"),
+        Dpo(beta=0.3, loss="robust", label_smoothing=0.2),
+        Dpo(beta=0.3, loss="hinge", margin=0.2),
+        Dpo(beta=0.3, loss="apo_zero"),
+        Dpo(beta=0.3, loss="apo_down", margin=0.2),
     ],
-    ids=["smoothed", "ipo and the better answer's own loss", "length-normalized", "simpo", "orpo"],
+    ids=lambda settings: settings.loss,
 )
 def test_dpo_updates_are_those_of_a_hand_written_loop(rank, folder, settings):
     rank.build("dpo", dpo_spec(folder, settings))

@@ -9,6 +9,7 @@ import tarfile
 import tempfile
 import time
 import zipapp
+import zipfile
 from pathlib import Path
 
 from tools.gpu_kit.parts import KitError, split
@@ -44,11 +45,11 @@ def make_kit(out: Path, python: str, torch: str, part_bytes: int) -> int:
         wheels = fetched(pins, python, folder / "wheels")
         facts = {"python": python, "torch": torch, "wheels": [wheel.name for wheel in wheels]}
         (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
-        archive = folder / "kit.tar.gz"
-        with tarfile.open(archive, "w:gz", compresslevel=6) as tar:
+        archive = folder / "kit.tar.xz"
+        with tarfile.open(archive, "w:xz") as tar:
             tar.add(folder / FACTS, FACTS)
             for wheel in wheels:
-                tar.add(wheel, f"wheels/{wheel.name}")
+                tar.add(loosened(wheel, folder), f"wheels/{wheel.name}")
             for file in project_files():
                 tar.add(ROOT / file, f"project/{file}")
         parts = split(archive, out, part_bytes)
@@ -67,6 +68,15 @@ def fetched(pins: dict[str, str], python: str, folder: Path) -> list[Path]:
     if done.returncode or len(wheels) != len(pins):
         raise KitError(f"pip could not fetch {len(pins)} wheels for Python {python}: {done.stderr.strip()[-1500:]}")
     return wheels
+
+
+def loosened(wheel: Path, folder: Path) -> Path:
+    """The wheel with nothing compressed in it: the kit is, as a whole, and to two thirds of what its wheels are."""
+    loose = folder / "loose.whl"
+    with zipfile.ZipFile(wheel) as content, zipfile.ZipFile(loose, "w", zipfile.ZIP_STORED) as copy:
+        for entry in content.infolist():
+            copy.writestr(entry.filename, content.read(entry))
+    return loose
 
 
 def project_files() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -97,8 +98,10 @@ def torch_version() -> str:
 def unpack(given: Sequence[Path], folder: Path) -> dict[str, str]:
     """What the kit says of itself. A folder that this kit was unpacked into before is taken as it is. Raises KitError."""
     folder.mkdir(parents=True, exist_ok=True)
-    archive, done = folder / "kit.tar.gz", folder / "unpacked"
+    archive, done = folder / "kit.tar", folder / "unpacked"
     kit = join(given, archive)
+    if importlib.util.find_spec("_lzma") is None:
+        raise KitError(f"{sys.executable} was built without lzma, by which the kit is compressed: name another Python.")
     if not (done.exists() and done.read_text() == kit):
         for name in (SITE, PROJECT, "wheels"):
             shutil.rmtree(folder / name, ignore_errors=True)

@@ -7,8 +7,9 @@ Programs run in the sandboxes of the reward `code`, which all episodes of a proc
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megarl.agents.environment import Done, EpisodeRow, Message, Response, Turn
 from megarl.core.errors import WorkerDiedError
@@ -92,6 +93,7 @@ class CodeWithTests:
         self._trials = shared
         self._tests = RowTests()
         self._row = ""
+        self._fields: Mapping[str, Any] = {}
 
     @staticmethod
     def share(
@@ -117,12 +119,12 @@ class CodeWithTests:
 
     async def start(self, row: EpisodeRow) -> list[Message]:
         """The row's prompt."""
-        self._tests, self._row = self._trials.tests(row), row.id
+        self._tests, self._row, self._fields = self._trials.tests(row), row.id, row.fields
         return list(row.messages)
 
     async def step(self, response: Response) -> Turn | Done:
         """How many tests pass, and what the program printed; the end where all do, or no try is left."""
-        code = last_block(behind_thinking(response.text))
+        code = last_block(behind_thinking(response.text, self._fields))
         tried = None if code is None else await self._trials.run(code, self._tests, self._row)
         passed, total = 0 if tried is None else tried.passed, len(self._tests)
         if passed == total or response.turn + 1 >= self._trials.tries:

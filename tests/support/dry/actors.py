@@ -82,6 +82,13 @@ class Rank:
     def rendezvous(self, address: str, port: int, timeout_s: float) -> None:
         self._book.note("rendezvous", timeout_s)
 
+    def begin_profile(self, memory: bool) -> None:
+        self._book.note("begin_profile", self._name, memory)
+
+    def end_profile(self, file: Path) -> str:
+        self._book.note("end_profile", file.name)
+        return ""
+
     def build(self, role: str, spec: RoleSpec) -> None:
         self._book.note("build", role, self._name)
         self._book.specs[role] = spec

@@ -98,7 +98,7 @@ def fits(recipe: Recipe, workload: Workload, cluster: Cluster) -> PlacementPlan:
 
 
 class _Writer:
-    """In the place of TensorBoard's and of wandb's: that it is there, and what it is called."""
+    """In the place of TensorBoard's, wandb's and the user's: that it is there, and what it is called."""
 
     def __init__(self, book: Book, kind: str, *names: str) -> None:
         book.note("writer", kind, *names)
@@ -179,6 +179,9 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
             writers,
             "WandbWriter",
             lambda folder, project, name, config, recovered: _Writer(book, "wandb", project, name),
+        )
+        patch.setattr(
+            writers, "OwnWriter", lambda path, folder, recipe, resumed_step, recovered: _Writer(book, "own", path)
         )
         patch.setattr(Scratch, "open", lambda: nullcontext(_scratch(folder)))
         patch.setattr(train, "place", partial(_placed, book))

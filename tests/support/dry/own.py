@@ -37,6 +37,16 @@ def of_samples_at_tokens(rewards: Any, mask: Any, lengths: Any) -> Any:
     return mask * rewards.mean()
 
 
+class Told:
+    """A writer of metrics."""
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        return None
+
+    def close(self, failed: bool) -> None:
+        return None
+
+
 class Talk:
     """An environment: each row has a number of turns of its own, and some take their time."""
 
