@@ -24,7 +24,7 @@ import ray
 from megarl.cluster.network import address_towards
 from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import LOOPBACK, ProcessSpec
-from megarl.cluster.services import Services, without_monitors
+from megarl.cluster.services import Services, ending_with_raylet, without_monitors
 from megarl.cluster.slots import Slot, reserve
 from megarl.core import janitor
 from megarl.core.errors import MegarlError, UserError
@@ -35,6 +35,7 @@ from megarl.core.log import get_logger
 from megarl.core.platform import Platform
 from megarl.core.ray_env import OVERRIDE_VARIABLE, RAY_ADDRESS_VARIABLE, RunningRay, ray_to_join
 from megarl.core.scratch import Scratch
+from megarl.core.stop import STOP_SIGNAL
 
 log = get_logger(__name__)
 
@@ -211,7 +212,7 @@ def _start_ray(platform: Platform, run_id: str, num_devices: int, scratch: Scrat
         "_node_ip_address": LOOPBACK,
         "namespace": run_id,
     }
-    with as_if_missing(DASHBOARD), without_monitors():
+    with as_if_missing(DASHBOARD), without_monitors(), ending_with_raylet():
         try:
             _init("on this machine", **settings)
         except MegarlError as error:
@@ -276,12 +277,13 @@ def _init(where: str, **settings: Any) -> None:
 def _own_signals() -> Iterator[None]:
     """Keeps SIGTERM's handler: Ray puts one of its own there, which ends the process with an exit code of its own.
 
-    What that one has raised by then is a SIGTERM for ours. And keeps Ray's processes from SIGHUP, as Ray itself keeps them from
-    Ctrl-C: a terminal that is closed sends it to all in its foreground, and without them nothing could be ended in order. They
-    inherit that it is blocked, and their workers do.
+    What that one has raised by then is a SIGTERM for ours. And keeps Ray's processes from SIGHUP and the request to stop, as Ray
+    itself keeps them from Ctrl-C: a terminal that is closed sends the one to all in its foreground, `timeout -s USR1` the other
+    to all of its group, and without them nothing could be ended in order. They inherit that both are blocked, and their workers
+    do.
     """
     on_terminate = signal.getsignal(signal.SIGTERM)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, STOP_SIGNAL})
 
     def restore() -> None:
         if threading.current_thread() is threading.main_thread():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megarl.core.ray_env import is_for_driver_alone, ray_to_join
 from megarl.recipe.sampling_rules import check_beside
 from megarl.recipe.schema import AnyRecipe, Recipe
 
+LOOPBACK = "127.0.0.1"
 LONGEST_SOCKET = 107  # bytes of a socket's path
 # Ray's longest, below the folder that it is given.
 SOCKET = f"session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store"
@@ -35,6 +37,7 @@ def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
     _check_working_directory()
     if here and ray_to_join() is None:
         _check_temporary()
+        _check_loopback()
     return platform
 
 
@@ -58,6 +61,18 @@ def _check_temporary() -> None:
             f"The temporary folder {scratch.parent} has too long a path, by {over} characters: Ray puts sockets below it, whose "
             f"paths have at most {LONGEST_SOCKET}. Set TMPDIR to a shorter one, such as /tmp."
         )
+
+
+def _check_loopback() -> None:
+    """Whether processes of this machine reach each other where Ray and servers listen. Raises UserError."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+    except OSError as error:
+        raise UserError(
+            f"This machine's processes cannot listen on {LOOPBACK} ({error.strerror}), and those of a run reach each other there. "
+            "Bring its loopback interface up, with its IPv4 address: `ip link set lo up`, `ip address add 127.0.0.1/8 dev lo`."
+        ) from error
 
 
 def _check_environment(platform: Platform) -> None:

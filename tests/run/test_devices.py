@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,12 @@ def test_a_folder_that_ray_cannot_tell_of(place: Place, tmp_path: Path, monkeypa
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match=r"called in, '.*caf\\udce9', has a name that is not UTF-8"):
         check_devices(load_recipe(place.recipe, ["cluster.platform=cpu"]).recipe)
+
+
+def test_a_machine_without_ipv4_on_its_loopback(place: Place) -> None:
+    """Ray would be waited for, and say that a file of its own did not come."""
+    code = "import sys; from megarl.run.devices import check_devices; from megarl.recipe.load import load_recipe\n"
+    code += "check_devices(load_recipe(__import__('pathlib').Path(sys.argv[1]), []).recipe)"
+    words = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", code, str(place.recipe)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert "UserError: This machine's processes cannot listen on 127.0.0.1 (Cannot assign requested" in done.stderr
