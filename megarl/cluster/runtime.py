@@ -30,6 +30,7 @@ from megarl.core import janitor
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.exit_codes import FAULT
 from megarl.core.interrupts import is_termination
+from megarl.core.limits import tight
 from megarl.core.loading import as_if_missing
 from megarl.core.log import get_logger
 from megarl.core.platform import Platform
@@ -219,7 +220,7 @@ def _start_ray(platform: Platform, run_id: str, num_devices: int, scratch: Scrat
             if SLOW_START not in str(error):
                 raise
             # It gives its own processes 30 s, and lets nobody say otherwise. On a busy machine the second start is faster.
-            log.warning("%s. It is started once more.", error)
+            log.warning("%s It is started once more.", error)
             janitor.kill_all(janitor.processes_of(run_id, but=[scratch.guard.pid]))
             _init("on this machine", **settings)
 
@@ -270,7 +271,8 @@ def _init(where: str, **settings: Any) -> None:
         with _own_signals():
             ray.init(log_to_driver=False, configure_logging=False, **settings)
     except Exception as error:
-        raise MegarlError(f"Ray {where} did not start this run: {error}") from error
+        said = " ".join(filter(None, (f"{str(error).rstrip('.')}.", tight())))
+        raise MegarlError(f"Ray {where} did not start this run: {said}") from error
 
 
 @contextmanager
