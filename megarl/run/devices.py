@@ -75,8 +75,9 @@ def _check_loopback() -> None:
         with socket.create_server((LOOPBACK, 0)) as listener:
             socket.create_connection(listener.getsockname(), timeout=CONNECT_S).close()
     except OSError as error:
+        why = os.strerror(error.errno) if error.errno else error
         raise UserError(
-            f"Processes of this machine do not reach each other at {LOOPBACK} ({error.strerror or error}), where those of a run "
+            f"Processes of this machine do not reach each other at {LOOPBACK} ({why}), where those of a run "
             "listen. Bring its loopback interface up, with its IPv4 address: `ip link set lo up`, `ip address add 127.0.0.1/8 "
             "dev lo`."
         ) from error
