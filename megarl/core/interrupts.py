@@ -85,8 +85,9 @@ class Interrupts:
             with suppress(OSError):
                 os.write(2, b"" if self._quiet else told.encode())  # not by print: it may be just what was interrupted
             if signal.SIGINT in self._before:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-                _thread.start_new_thread(self._hear_another, ())
+                with suppress(RuntimeError):  # there is no room for a thread: a second one is heard as the first was
+                    _thread.start_new_thread(self._hear_another, ())
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)
             raise KeyboardInterrupt
         if number == signal.SIGINT and now - self._since > SAME_S:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
