@@ -31,7 +31,7 @@ from megarl.sync.verify import probe_servers
 from tests.support.forked_servers import Copies, forked_servers
 from tests.support.olmo import as_published
 from tests.support.served import CONTEXT, KEY, START_S, HfModel
-from tests.support.tiny import LLAMA3, longrope, write_tiny_model
+from tests.support.tiny import GEMMA4_EXPERTS, LLAMA3, longrope, write_tiny_model
 
 BOUND = 1e-4  # nats
 LENGTHS = (2, 11, 60)
@@ -232,6 +232,23 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             **HEADS,
             "other layers": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
             "scale of queries": {"query_pre_attn_scalar": 168},
+        },
+    ),
+    "gemma4": (
+        {},
+        {
+            **HEADS,
+            "linears of their own for values": {"attention_k_eq_v": False},
+            "heads alike": {"global_head_dim": 16, "num_global_key_value_heads": 2},
+            "logits not capped": {"final_logit_softcapping": None},
+            "experts": GEMMA4_EXPERTS,
+            "other layers": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+            "RoPE over all frequencies": {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
         },
     ),
     "ministral3": (

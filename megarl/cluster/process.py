@@ -91,6 +91,7 @@ def configure_process(spec: ProcessSpec) -> ProcessFacts:
     faulthandler.enable()
     # The file stays open for the life of the process: a signal handler cannot open one.
     faulthandler.register(STACK_SIGNAL, file=spec.stack.open("w"), all_threads=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {STACK_SIGNAL})  # Ray's processes hold it back (cluster/runtime)
     return ProcessFacts(os.getpid(), socket.gethostname(), spec.address, started_at(os.getpid()))
 
 

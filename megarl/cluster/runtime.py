@@ -24,17 +24,19 @@ import ray
 from megarl.cluster.network import address_towards
 from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import LOOPBACK, ProcessSpec
-from megarl.cluster.services import Services, without_monitors
+from megarl.cluster.services import Services, ending_with_raylet, without_monitors
 from megarl.cluster.slots import Slot, reserve
 from megarl.core import janitor
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.exit_codes import FAULT
 from megarl.core.interrupts import is_termination
+from megarl.core.limits import tight
 from megarl.core.loading import as_if_missing
 from megarl.core.log import get_logger
 from megarl.core.platform import Platform
 from megarl.core.ray_env import OVERRIDE_VARIABLE, RAY_ADDRESS_VARIABLE, RunningRay, ray_to_join
 from megarl.core.scratch import Scratch
+from megarl.core.stop import STOP_SIGNAL
 
 log = get_logger(__name__)
 
@@ -211,14 +213,14 @@ def _start_ray(platform: Platform, run_id: str, num_devices: int, scratch: Scrat
         "_node_ip_address": LOOPBACK,
         "namespace": run_id,
     }
-    with as_if_missing(DASHBOARD), without_monitors():
+    with as_if_missing(DASHBOARD), without_monitors(), ending_with_raylet():
         try:
             _init("on this machine", **settings)
         except MegarlError as error:
             if SLOW_START not in str(error):
                 raise
             # It gives its own processes 30 s, and lets nobody say otherwise. On a busy machine the second start is faster.
-            log.warning("%s. It is started once more.", error)
+            log.warning("%s It is started once more.", error)
             janitor.kill_all(janitor.processes_of(run_id, but=[scratch.guard.pid]))
             _init("on this machine", **settings)
 
@@ -269,19 +271,21 @@ def _init(where: str, **settings: Any) -> None:
         with _own_signals():
             ray.init(log_to_driver=False, configure_logging=False, **settings)
     except Exception as error:
-        raise MegarlError(f"Ray {where} did not start this run: {error}") from error
+        said = " ".join(filter(None, (f"{str(error).rstrip('.')}.", tight())))
+        raise MegarlError(f"Ray {where} did not start this run: {said}") from error
 
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
     """Keeps SIGTERM's handler: Ray puts one of its own there, which ends the process with an exit code of its own.
 
-    What that one has raised by then is a SIGTERM for ours. And keeps Ray's processes from SIGHUP, as Ray itself keeps them from
-    Ctrl-C: a terminal that is closed sends it to all in its foreground, and without them nothing could be ended in order. They
-    inherit that it is blocked, and their workers do.
+    What that one has raised by then is a SIGTERM for ours. And keeps Ray's processes from SIGHUP and the request to stop, as Ray
+    itself keeps them from Ctrl-C: a terminal that is closed sends the one to all in its foreground, `timeout -s USR1` the other
+    to all of its group, and without them nothing could be ended in order. They inherit that both are blocked, and their workers
+    do.
     """
     on_terminate = signal.getsignal(signal.SIGTERM)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, STOP_SIGNAL})
 
     def restore() -> None:
         if threading.current_thread() is threading.main_thread():

@@ -9,21 +9,27 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from ray._private import parameter
+from ray._private import parameter, ray_constants, services
 
 from megarl.core import janitor
 from megarl.core.errors import WorkerDiedError
+from megarl.serving.process import GUARD
 
 ROLES = {
     "raylet": "Ray's raylet, which starts and watches all processes of the run on this machine,",
     "gcs_server": "Ray's GCS, by which all processes of the run find each other,",
 }
+# What a raylet starts beside the run's processes, and the variable by which it tells them who it is.
+AGENTS = (ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT)
+RAYLET = "RAY_RAYLET_PID"
 
 
 class RayDiedError(WorkerDiedError):
@@ -104,6 +110,26 @@ def without_monitors() -> Iterator[None]:
         yield
     finally:
         parameter.RayParams = made
+
+
+@contextmanager
+def ending_with_raylet() -> Iterator[None]:
+    """Within, a Ray that starts has agents that the kernel ends as soon as their raylet has ended, however it did.
+
+    They carry no run's id. Where driver and janitor are killed at once, raylet and GCS go with them, and Ray's agents (2.60)
+    would ask a GCS that is gone for a minute to tell somebody of it.
+    """
+    made = services._build_python_executable_command_memory_profileable
+
+    def guarded(component: str, *words: Any, **settings: Any) -> list[str]:
+        command: list[str] = made(component, *words, **settings)
+        return [sys.executable, "-I", "-S", str(GUARD), RAYLET, *command] if component in AGENTS else command
+
+    services._build_python_executable_command_memory_profileable = guarded
+    try:
+        yield
+    finally:
+        services._build_python_executable_command_memory_profileable = made
 
 
 def _how(service: Service) -> str:

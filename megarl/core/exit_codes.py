@@ -45,8 +45,8 @@ EXIT_CODES = (
     ExitCode(
         STOPPED,
         "stopped",
-        "The run was asked to stop early (SIGUSR1 to the driver, as a scheduler sends it before a time limit). It has "
-        "finished its step and committed a checkpoint of it.",
+        "The run was asked to stop early (SIGUSR1 to the driver, as a scheduler or `timeout -s USR1` sends it "
+        "before a time limit). It has finished its step and committed a checkpoint of it.",
         "the message has the command that goes on",
         "the job is queued again, and goes on by itself",
     ),

@@ -5,7 +5,9 @@ Not the request to stop with a checkpoint, which is SIGUSR1: core/stop.py.
 
 from __future__ import annotations
 
+import _thread
 import asyncio
+import ctypes
 import os
 import signal
 import sys
@@ -49,6 +51,7 @@ class Interrupts:
         self.number: int | None = None  # of the first
         self._quiet = quiet
         self._since = 0.0
+        self._over = False
         self._before: dict[int, signal._HANDLER] = {}
         self._told_before = sys.unraisablehook
         self._pid = 0  # a fork has these handlers too, for a moment, and is not the one that listens
@@ -63,6 +66,7 @@ class Interrupts:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._over = True
         if self._pid:
             sys.unraisablehook = self._told_before
         if signal.SIGALRM in self._before:
@@ -80,10 +84,23 @@ class Interrupts:
             # Whoever read it may have ended of the same Ctrl-C, as tee does, and the terminal may be closed.
             with suppress(OSError):
                 os.write(2, b"" if self._quiet else told.encode())  # not by print: it may be just what was interrupted
+            if signal.SIGINT in self._before:
+                with suppress(RuntimeError):  # there is no room for a thread: a second one is heard as the first was
+                    _thread.start_new_thread(self._hear_another, ())
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)
             raise KeyboardInterrupt
         if number == signal.SIGINT and now - self._since > SAME_S:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
+
+    def _hear_another(self) -> None:
+        """From SAME_S after the first on, a Ctrl-C ends the process at once. The system's own handler, and its own ignoring until
+        then: Python hears a signal when its main thread comes back from what it waits in, seconds later, and the same looks like
+        another by then.
+        """
+        time.sleep(SAME_S)
+        if not self._over:
+            ctypes.CDLL(None).signal(int(signal.SIGINT), 0)  # SIG_DFL; Python's own way is for the main thread
 
     def _dropped(self, told: sys.UnraisableHookArgs) -> None:
         error = told.exc_value

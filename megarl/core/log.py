@@ -62,9 +62,21 @@ class _FileHandler(logging.FileHandler):
     """Says nothing of a full disk, which would be a stack trace a line: the run's own error does."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        if not _says_full(sys.exc_info()[1]):
             super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except (
+            OSError
+        ) as error:  # what could not be written is tried once more, and would take the place of the run's own error
+            if not _says_full(error):
+                raise
+
+
+def _says_full(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)

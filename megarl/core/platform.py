@@ -29,6 +29,13 @@ CPU_SERVER_ARGS = (
     "--skip-server-warmup",
     "--sleep-on-idle",
 )
+# A prompt that is cut into chunks is computed in other shapes, and where it is cut depends on its neighbours. SGLang would then
+# keep memory for whole batches of prompts, more than there is; the cache's size is the recipe's.
+CPU_DETERMINISTIC = (
+    "--enable-deterministic-inference",
+    *("--chunked-prefill-size", "-1"),
+    *("--mem-fraction-static", "0.8"),
+)
 
 
 @dataclass(frozen=True)
@@ -173,7 +180,8 @@ class Platform:
     returns_routing: SGLang can say there which experts it chose (0.5.21 captures them in memory registered with CUDA).
     serves_fp8: SGLang can serve FP8 weights there. serves_float32: float32 ones, by the attention that it chooses.
     serves_latents: models with latent attention. serves_delta: models with Gated DeltaNet.
-    fuses_shared_experts: SGLang may hold shared experts among the others there.
+    fuses_shared_experts: SGLang may hold shared experts among the others there. copies_router_scale: it computes with a copy of
+    Gemma 4's, which it makes once.
     tensor_hash: the function by which SGLang hashes weights there. pads_weights: its ranks' shares of weights are filled up with
     zeros to even sizes.
     has_device_memory: devices have memory of their own, so that what is offloaded can move to the host's.
@@ -206,6 +214,7 @@ class Platform:
     serves_latents: bool = True
     serves_delta: bool = True
     fuses_shared_experts: bool = True
+    copies_router_scale: bool = True
     tensor_hash: TensorHash = "tiles"
     pads_weights: bool = False
     has_device_memory: bool = True
@@ -267,13 +276,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             ray_resource="megarl_cpu_device",
             server_module="megarl.serving.sglang_cpu",
             server_args=CPU_SERVER_ARGS,
-            # A prompt that is cut into chunks is computed in other shapes, and where it is cut depends on its neighbours.
-            # SGLang would then keep memory for whole batches of prompts, more than there is; the cache's size is the recipe's.
-            deterministic_server_args=(
-                "--enable-deterministic-inference",
-                *("--chunked-prefill-size", "-1"),
-                *("--mem-fraction-static", "0.8"),
-            ),
+            deterministic_server_args=CPU_DETERMINISTIC,
             deterministic_attention=("torch_native",),
             # gloo adds the numbers of two ranks in either order alike, and those of more by their place in the batch.
             most_deterministic_tp=2,
@@ -292,6 +295,7 @@ def get_platform(name: Literal["auto", "cpu", "cuda"] = "auto") -> Platform:
             lora_server_args=("--lora-backend", "torch_native"),
             refused_server_args=CPU_REFUSED,
             fuses_shared_experts=False,
+            copies_router_scale=False,
             tensor_hash="sha256",
             pads_weights=True,
             has_device_memory=False,

@@ -12,11 +12,13 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.core import janitor
+from megarl.core.errors import UserError
 from megarl.core.process_state import started_at
 
 TMPDIR = "TMPDIR"
@@ -32,8 +34,19 @@ def make_folder(parent: Path, name: str | None = None) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)) if name is None else parent / name
     if name is not None:
         folder.mkdir(mode=0o700)
-    mark(folder)
+    with _removed_on_failure(folder):
+        mark(folder)
     return folder
+
+
+@contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    """What was begun on a full disk, or is interrupted, has no janitor yet, and nobody would sweep it without its mark."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def mark(folder: Path) -> None:
@@ -93,14 +106,24 @@ class Scratch:
 
     @classmethod
     def open(cls) -> Scratch:
-        """Make it, and let this process and those that it starts from now on use it for what is temporary."""
+        """Make it, and let this process and those that it starts from now on use it for what is temporary.
+
+        Raises UserError where the system refuses it.
+        """
         run_id = secrets.token_hex(8)
-        # Ray's sockets live here, and their paths must stay short.
-        folder = make_folder(Path(tempfile.gettempdir()))
-        scratch = cls(
-            run_id, folder, janitor.start(run_id, folder / REGISTRY, folders=[folder]), os.environ.get(TMPDIR)
-        )
-        temporary(folder).mkdir()
+        try:
+            # Ray's sockets live here, and their paths must stay short.
+            folder = make_folder(Path(tempfile.gettempdir()))
+            with _removed_on_failure(folder):
+                temporary(folder).mkdir()
+                guard = janitor.start(run_id, folder / REGISTRY, folders=[folder])
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            raise UserError(
+                f"No temporary folder can be made: {error.strerror or error}{where}. Make room there, or set TMPDIR to another "
+                "folder, which can be written to."
+            ) from error
+        scratch = cls(run_id, folder, guard, os.environ.get(TMPDIR))
         os.environ[TMPDIR] = str(temporary(folder))
         tempfile.tempdir = None  # Python looks once, and remembers
         return scratch

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megarl.models.packed import on_host
 
+FLASH_WIDTH = 256  # elements of a head that CUDA's kernel for heads that share keys takes
 WIDTH = 8  # elements of 16 bits: CUDA's kernel for masks wants a multiple of them in a head, and that without makes one
 
 
@@ -192,23 +193,23 @@ def _sdpa(
     # The kernels that never hold [s, s] want values as wide as keys; zeros beside queries and keys change no product.
     width = -(-max(q.shape[-1], v.shape[-1]) // WIDTH) * WIDTH
     q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
-    if mask is not None:
-        return _masked(q, k, v, mask, scale)[..., : value.shape[-1]]
+    if mask is not None or width > FLASH_WIDTH:
+        return _apart(q, k, v, mask, scale)[-len(query) :, ..., : value.shape[-1]]
     output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return output[:, :, -len(query) :, : value.shape[-1]].permute(2, 0, 1, 3)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[b, heads, s, d] -> [s, b, heads, d]. mask: [queries, keys] bool.
+def _apart(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """[b, heads, s, d] -> [s, b, heads, d]. mask: [queries, keys] bool; None is causal.
 
-    Of CUDA's kernels that never hold [s, s] one takes masks, and no heads that share keys (torch 2.13,
+    Of CUDA's kernels that never hold [s, s] one takes masks and heads of any width, and no heads that share keys (torch 2.13,
     mem_eff_attention/kernel_forward.h): here those that do are as many batches, over the same memory of keys.
     """
     (batch, heads, length, width), shared = q.shape, k.shape[1]
     groups = heads // shared
     q = q.unflatten(1, (shared, groups)).permute(2, 0, 1, 3, 4).flatten(1, 2)
     k, v = (tensor.flatten(0, 1).expand(groups, -1, -1, -1) for tensor in (k, v))
-    output = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    output = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
     return output.view(groups, batch, shared, length, width).permute(3, 1, 2, 0, 4).flatten(2, 3)
 
 

@@ -13,16 +13,18 @@ from typing import Literal
 class Rope:
     """Rotary positions. `scaled` kinds stretch a model beyond the context that it was first trained on.
 
-    theta: base of the frequencies. kind: default (no scaling), linear, llama3, yarn or longrope. factor: how many times longer.
+    theta: base of the frequencies. kind: default (no scaling), linear, llama3, yarn, longrope or proportional. factor: how many
+    times longer.
     original_positions: context before scaling. low_freq_factor, high_freq_factor: llama3's.
     beta_fast, beta_slow, mscale, truncate: yarn's. mscale_all_dim: yarn's, and of latent attention whatever scales it.
     attention_factor: yarn's scale of cos and sin, where it is not left to the formula.
     short_factors: longrope's divisors of each frequency, for sequences of at most original_positions tokens.
+    share: proportional's, of the frequencies that are not zero: the others' elements stay as they are.
     position_beta: by how much queries grow from one original_positions to the next (Llama 4; `rope.position_scale`); 0 is not.
     """
 
     theta: float
-    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = "default"
     factor: float = 1.0
     original_positions: int = 0
     low_freq_factor: float = 1.0
@@ -34,6 +36,7 @@ class Rope:
     attention_factor: float | None = None
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
+    share: float = 1.0
     position_beta: float = 0.0
 
 
@@ -48,6 +51,8 @@ class Moe:
     score_bias: a bias for each expert, added for the choice alone (DeepSeek-V3's e_score_correction_bias).
     shared_gate: the shared experts' output is multiplied by a sigmoid of the token's own (Qwen1.5-MoE).
     biases: router and experts have biases, and HF's folder one tensor for all experts of a layer (gpt-oss).
+    normed: the shared experts are the layer's MLP; router, MLP and the others have norms of their own, and what an expert puts
+    out is multiplied by a number that it learned (Gemma 4).
     """
 
     num_experts: int
@@ -63,6 +68,7 @@ class Moe:
     score_bias: bool = False
     shared_gate: bool = False
     biases: bool = False
+    normed: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,18 @@ class Mla:
     nope_dim: int
     rope_dim: int
     v_dim: int
+
+
+@dataclass(frozen=True)
+class GlobalHeads:
+    """Heads of the layers without a window, where they are others than those of layers with one (Gemma 4).
+
+    keys_as_values: one linear gives what becomes a key by a norm and the rotation, and a value by a norm alone.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    keys_as_values: bool
 
 
 @dataclass(frozen=True)
@@ -121,12 +139,16 @@ class ModelConfig:
     output_bias: attention's output has a bias (gpt-oss).
     norm_offset: norms multiply by 1 + weight. pre_norms, post_norms: norms before attention and MLP, and behind them.
     whole_qk_norm: norms of queries and of keys, where there are any, are over all heads together (OLMo-2, arXiv 2501.00656).
-    late_qk_norm: they are behind the rotation (Hunyuan).
+    late_qk_norm: they are behind the rotation (Hunyuan). value_norm: each head's values have a norm too, without a weight.
+    global_heads: of the layers without a window; num_kv_heads and head_dim are those of the others. `of_layer` has each layer's.
+    keys_as_values: of all layers of this config; see GlobalHeads.
+    layer_scale: what a layer puts out is multiplied by a number of its own, which does not learn (Gemma 4).
     output_gate: attention's output is multiplied by a sigmoid of as many numbers of the token's own, which q_proj has (Qwen3.5).
     linear_layers: layers (from 0) that have `delta` in attention's place.
     pad_token_id: the token whose embedding does not learn; None is none.
     embedding_scale: multiplies the embeddings. query_scale: of the attention logits; None is head_dim ** -0.5.
     residual_scale: multiplies what attention and MLP add to the residual stream. logit_scale: multiplies the vocabulary's logits.
+    logit_cap: c, of which logits x become c tanh(x / c).
     head: score is one number a token in the vocabulary's place: a critic's value, a reward model's score.
     fp8_block: rows and columns of a block with one scale, where the folder's weights are FP8; what is loaded is not.
     mxfp4: whether the folder's experts are MXFP4 (hf_mxfp4.py); what is loaded is not.
@@ -164,11 +186,16 @@ class ModelConfig:
     post_norms: bool = False
     whole_qk_norm: bool = False
     late_qk_norm: bool = False
+    value_norm: bool = False
+    global_heads: GlobalHeads | None = None
+    keys_as_values: bool = False
+    layer_scale: bool = False
     embedding_scale: float = 1.0
     pad_token_id: int | None = None
     query_scale: float | None = None
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_cap: float | None = None
     window: int | None = None
     local_layers: frozenset[int] = frozenset()
     local_rope: Rope | None = None
@@ -195,6 +222,36 @@ class ModelConfig:
     def rotated(self) -> int:
         """Elements of a head that RoPE turns."""
         return self.mla.rope_dim if self.mla is not None else self.rotary_dim or self.head_dim
+
+    def of_layer(self, layer: int) -> ModelConfig:
+        """The same model with this layer's heads (layer: from 0) as those of all."""
+        return self._heads_of(is_local=layer in self.local_layers)
+
+    @property
+    def kinds_of_heads(self) -> tuple[tuple[float, ModelConfig], ...]:
+        """The share of the layers that have the same heads, and the model with these as those of all; one where all are alike.
+
+        Those of layers with a window come first.
+        """
+        if self.global_heads is None:
+            return ((1.0, self),)
+        local = len(self.local_layers) / self.num_layers
+        kinds = ((local, self._heads_of(is_local=True)), (1 - local, self._heads_of(is_local=False)))
+        return tuple((share, config) for share, config in kinds if share)
+
+    def _heads_of(self, *, is_local: bool) -> ModelConfig:
+        heads = self.global_heads
+        if heads is None:
+            return self
+        if is_local:
+            return replace(self, global_heads=None)
+        return replace(
+            self,
+            global_heads=None,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            keys_as_values=heads.keys_as_values,
+        )
 
     def layer_rope(self, layer: int) -> Rope | None:
         """Rotary positions of one layer (from 0); None where it has none."""

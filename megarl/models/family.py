@@ -30,7 +30,8 @@ class Family:
     unrotated: which layers have no positions: those without a window in models that have windows ("global"), or those that
     no_rope_layers names, every fourth where no key says ("named").
     delta: layers that layer_types names have Gated DeltaNet (hf_delta). output_gate, norm_offset: see ModelConfig.
-    multipliers: four keys say what is multiplied (hf_scales).
+    multipliers: four keys say what is multiplied (hf_scales). global_heads: layers without a window have heads and RoPE of their
+    own, and all that goes with it in Gemma 4 (hf_global); the last layer is one.
     window: which layers slide a window where the config sets one: none may, all do, those from max_window_layers on, or
     those that a pattern names: where no key says, those whose number is no multiple of window_period. window_switch: only
     where use_sliding_window says so. window_default: where no key says.
@@ -69,6 +70,7 @@ class Family:
     output_gate: bool = False
     norm_offset: bool = False
     sinks: bool = False
+    global_heads: bool = False
     moe: MoeKeys | None = None
     ffn_hidden_size: str = "intermediate_size"
     mla: bool = False

@@ -17,6 +17,7 @@ class MoeKeys:
     num_shared: how many shared experts, each as wide as the others; shared_ffn_hidden_size: of one shared expert with a
     width of its own; shared_gate: and with a gate. biases: see `Moe`.
     group_method: a key that says whether the choice is among groups of experts at all, each of which counts its best one.
+    switch: a key that says whether there are experts at all. normed: see `Moe`.
     each_layer: how many experts a token has may be a list, of one number for each layer. same_width: keys by which SGLang
     sizes the experts, and transformers does not.
     """
@@ -39,6 +40,8 @@ class MoeKeys:
     same_width: tuple[str, ...] = ()
     score_bias: bool = False
     biases: bool = False
+    switch: str | None = None
+    normed: bool = False
 
 
 QWEN3_MOE = MoeKeys(
@@ -84,6 +87,17 @@ HUNYUAN_MOE = MoeKeys(
     shared_gate=False,
     each_layer=True,
     same_width=("moe_intermediate_size",),
+)
+GEMMA4 = MoeKeys(
+    num_experts=("num_experts",),
+    top_k=("top_k_experts",),
+    ffn_hidden_size="moe_intermediate_size",
+    sparse="all",
+    normalize=True,
+    shared_ffn_hidden_size="intermediate_size",
+    shared_gate=False,
+    switch="enable_moe_block",
+    normed=True,
 )
 QWEN3_5_MOE = replace(QWEN2_MOE, num_experts=("num_experts",), sparse="all", normalize=True)
 QWEN3_NEXT = replace(QWEN2_MOE, num_experts=("num_experts",), normalize_unsaid=True)

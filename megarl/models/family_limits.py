@@ -116,6 +116,16 @@ GEMMA3_ONLY: Only = MappingProxyType(
         "use_bidirectional_attention": (False, "attention to later tokens"),
     }
 )
+GEMMA4_ONLY: Only = MappingProxyType(
+    {
+        **{key: value for key, value in COMMON.items() if key not in ("hidden_act", "final_logit_softcapping")},
+        "hidden_activation": ("gelu_pytorch_tanh", "another activation"),
+        "use_bidirectional_attention": ("vision", "attention to later tokens"),  # of pictures alone, or none
+        "num_kv_shared_layers": (0, "layers with the keys and values of others"),
+        "sliding_window_pattern": (6, "other layers with windows"),
+        "swa_num_attention_heads": (None, "other heads in layers with windows"),  # SGLang's alone
+    }
+)
 OLMOE_ONLY: Only = MappingProxyType({**COMMON, "clip_qkv": (None, "clipped queries, keys and values")})
 MINIMAX_M2_ONLY: Only = MappingProxyType(
     {

@@ -50,12 +50,14 @@ def forward_flops(config: ModelConfig, lengths: Sequence[int] | IntArray) -> For
     """FLOPs of one forward pass over sequences of these lengths (tokens), packed or not; padding is not counted."""
     tokens = float(np.sum(np.asarray(lengths, np.int64)))
     num_local, num_linear = len(config.local_layers), len(config.linear_layers)
-    num_attention = config.num_layers - num_linear
-    pairs = (num_attention - num_local) * _visible_pairs(lengths, None)
-    pairs += num_local * _visible_pairs(lengths, config.window)
+    num_attention, kinds = config.num_layers - num_linear, config.kinds_of_heads
+    weights = sum(share * _attention_weights(kind) for share, kind in kinds)
+    # Those with a window come first.
+    pairs = (num_attention - num_local) * _visible_pairs(lengths, None) * _pair_multiplications(kinds[-1][1])
+    pairs += num_local * _visible_pairs(lengths, config.window) * _pair_multiplications(kinds[0][1])
     return ForwardFlops(
-        projections=2 * tokens * (num_attention * _attention_weights(config) + num_linear * _delta_weights(config)),
-        attention=2 * (pairs * _pair_multiplications(config) + tokens * num_linear * _delta_multiplications(config)),
+        projections=2 * tokens * (num_attention * weights + num_linear * _delta_weights(config)),
+        attention=2 * (pairs + tokens * num_linear * _delta_multiplications(config)),
         mlp=2 * tokens * _mlp_weights(config),
         logits=2 * tokens * config.hidden_size * config.vocab_size,
     )
@@ -112,7 +114,8 @@ def _attention_weights(config: ModelConfig) -> float:
     """Weights of one layer's attention that multiply each token."""
     hidden, heads, mla = config.hidden_size, config.num_heads, config.mla
     if mla is None:
-        return hidden * config.head_dim * ((3 if config.output_gate else 2) * heads + 2 * config.num_kv_heads)
+        of_keys = (1 if config.keys_as_values else 2) * config.num_kv_heads
+        return hidden * config.head_dim * ((3 if config.output_gate else 2) * heads + of_keys)
     query_dim = heads * (mla.nope_dim + mla.rope_dim)
     query = hidden * query_dim if mla.q_rank is None else mla.q_rank * (hidden + query_dim)
     key_value = hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)

@@ -23,6 +23,7 @@ UNSCALED_FAMILIES = ("llama", "mistral", "ministral3", "phi3")
 # Of whose experts SGLang loads no scales of blocks (models/gpt_oss.py, granitemoe.py).
 STACKED_FAMILIES = ("gpt_oss", "granitemoe")
 LINEAR_FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # of which it was not tried what SGLang holds in FP8
+KEY_FAMILIES = ("gemma4",)  # nor of keys that are values too
 UNQUANTISED = ("mlp.router.weight", SHARED_GATE)
 
 
@@ -70,6 +71,11 @@ def check_servable(config: ModelConfig, tp: int) -> None:
         raise UserError(
             f"`rollout.quantization`: which linears of Gated DeltaNet, as the family {config.family} has it, SGLang holds in FP8 "
             "is not known here. Set it to null."
+        )
+    if config.family in KEY_FAMILIES:
+        raise UserError(
+            f"`rollout.quantization`: what SGLang makes in FP8 of keys that are values too, as the family {config.family} has "
+            "them, is not known here. Set it to null."
         )
     for rule in _linears(config):
         for source in rule.sources:

@@ -118,6 +118,7 @@ def _attention(config: ModelConfig) -> dict[str, Any]:
             # Megatron then names layers in checkpoints by their numbers: they differ in what they hold.
             linear = [int(index in config.linear_layers) for index in range(config.num_layers)]
             settings["linear_attention_freq"] = linear
+        settings["hetereogenous_dist_checkpoint"] = config.global_heads is not None  # for the same
         scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
         apart = scales_queries(config) or config.mixed_ropes
         return settings | {"softmax_scale": scale if apart else scale * logit_factor(config.rope)}
@@ -269,6 +270,8 @@ def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection
         chunk.output_layer = ScalarHead(chunk.config, groups).to(platform.device)
     if config.logit_scale != 1.0 and config.head == "vocabulary" and chunk.post_process:
         chunk.output_layer.register_forward_pre_hook(partial(_scale_input, config.logit_scale))
+    if config.logit_cap is not None and config.head == "vocabulary" and chunk.post_process:
+        chunk.output_layer.register_forward_hook(partial(_cap_logits, config.logit_cap))
     if config.embedding_scale != 1.0 and chunk.pre_process:
         # The embedding alone is scaled, not the head that may share its weight.
         # Rounded to the weights' type, as transformers does; a number of the host, for which no device waits.
@@ -307,6 +310,14 @@ def _scale_input(scale: float, module: torch.nn.Module, given: tuple[Tensor, ...
 
 def _scale_output(scale: float, module: torch.nn.Module, given: Any, output: Tensor) -> Tensor:
     return output * scale
+
+
+def _cap_logits(
+    cap: float, module: torch.nn.Module, given: Any, output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """In the logits' dtype, as transformers has it. output: logits, and no bias."""
+    logits, bias = output
+    return torch.tanh(logits / cap) * cap, bias
 
 
 def _hold_padding(token: int, module: Any, given: tuple[Tensor], output: Tensor) -> Tensor:

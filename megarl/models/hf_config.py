@@ -20,6 +20,7 @@ from megarl.models.hf_beside import files_beside
 from megarl.models.hf_delta import DELTA_REQUIRED, read_delta
 from megarl.models.hf_fields import Fields, refuse_feature, shown
 from megarl.models.hf_fp8 import read_fp8_block
+from megarl.models.hf_global import read_global
 from megarl.models.hf_layers import read_unrotated, read_window
 from megarl.models.hf_moe import read_moe, required
 from megarl.models.hf_mxfp4 import is_mxfp4
@@ -101,11 +102,12 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         sinks=family.sinks,
         output_gate=family.output_gate,
         **_norms(family),
+        **read_global(fields, family, architecture),
         **read_scales(fields, family, hidden),
         **read_delta(fields, family, layers),
         window=window,
         local_layers=local_layers,
-        local_rope=local_rope if local_layers else None,
+        local_rope=local_rope if local_layers or family.global_heads else None,
         unrotated_layers=read_unrotated(fields, family, layers, local_layers),
         pad_token_id=_pad_token(fields, family),
         fp8_block=None if mxfp4 else read_fp8_block(fields),
@@ -180,6 +182,7 @@ def _check_present(fields: Fields, family: Family, architecture: str) -> None:
     wanted.append(family.ffn_hidden_size)
     wanted += required(fields, family.moe) if family.moe is not None else []
     wanted += ["head_dim"] if family.head_dim_wanted else []
+    wanted += ["num_key_value_heads"] if family.global_heads else []  # transformers has a number of its own
     missing = [key for key in dict.fromkeys(wanted) if key not in fields.raw]
     if missing:
         raise UserError(f"{fields.path} lacks {', '.join(missing)}: it is not a whole config of {architecture}.")

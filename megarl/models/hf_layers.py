@@ -35,6 +35,9 @@ def read_window(fields: Fields, family: Family, layers: int, architecture: str) 
         named = _named_local_layers(fields, layers)
         if family.window in ("upper", "pattern") and slides:
             ours = named
+        if family.global_heads and layers - 1 in named:
+            wanted = "full_attention is wanted of the last layer: transformers makes it that, whatever stands there"
+            fields.refuse(KINDS, SLIDING, wanted)
         if named != ours:
             given = f"layer_types with sliding_attention in {listed(named)}, where sliding_window={shown(value)}"
             refuse_feature(fields, f"{given} and the other keys have it in {listed(ours)},", architecture)
@@ -86,7 +89,8 @@ def _local_layers(fields: Fields, family: Family, layers: int) -> frozenset[int]
         if isinstance(pattern, str) and family.unrotated == "global":
             return frozenset()  # of no use to transformers, beside layer_types
         period = fields.count(PATTERN, family.window_period)
-        return frozenset(index for index in range(layers) if (index + 1) % period)
+        found = frozenset(index for index in range(layers) if (index + 1) % period)
+        return found - {layers - 1} if family.global_heads else found
     return frozenset(range(layers))
 
 

@@ -17,7 +17,9 @@ GREEDY, LIMITED = "greedy", "group_limited_greedy"  # DeepSeek-V2's
 
 
 def required(fields: Fields, keys: MoeKeys) -> list[str]:
-    """Keys without which a config describes no experts."""
+    """Keys without which a config describes no experts; none where it says that there are none."""
+    if keys.switch is not None and not fields.flag(keys.switch, False):
+        return []
     named = keys.num_shared, keys.shared_ffn_hidden_size, keys.scaling_factor, keys.num_groups, keys.top_groups
     wanted = [fields.first(keys.num_experts), keys.ffn_hidden_size, fields.first(keys.top_k)]
     wanted += [key for key in named if key]
@@ -27,7 +29,7 @@ def required(fields: Fields, keys: MoeKeys) -> list[str]:
 def read_moe(fields: Fields, family: Family, layers: int) -> tuple[Moe | None, frozenset[int]]:
     """The experts, and the layers that have them. Raises UserError."""
     keys = family.moe
-    if keys is None:
+    if keys is None or (keys.switch is not None and not fields.flag(keys.switch, False)):
         return None, frozenset()
     sparse = _sparse_layers(fields, keys, layers)
     if not sparse:
@@ -45,6 +47,7 @@ def read_moe(fields: Fields, family: Family, layers: int) -> tuple[Moe | None, f
         score_bias=keys.score_bias,
         shared_gate=keys.shared_ffn_hidden_size is not None and keys.shared_gate,
         biases=keys.biases,
+        normed=keys.normed,
     )
     for key in keys.same_width:
         if any(width != ffn for width in _each(fields.get(key, ffn))):

@@ -36,6 +36,8 @@ def read_ropes(fields: Fields, family: Family, rotary_dim: int | None, head_dim:
         return read_alpha_rope(fields, family.theta, head_dim), None
     if family.gemma:
         return read_layered_rope(fields, family.theta)
+    if family.global_heads:
+        return read_proportional_ropes(fields)
     if family.unscaled_locally:
         return read_global_rope(fields, family.theta)
     longrope = rotary_dim if family.longrope else None
@@ -188,6 +190,40 @@ def read_layered_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope]
         if rope.kind == "yarn":
             raise UserError(f"{fields.path}: RoPE scaling of type 'yarn' is not supported where layers differ in RoPE.")
     return ropes
+
+
+def read_proportional_ropes(fields: Fields) -> tuple[Rope, Rope]:
+    """Those of global layers, which turn some frequencies of each head and leave the others, and of local ones (Gemma 4).
+
+    transformers and SGLang hear the objects for kinds of layers alone. Raises UserError.
+    """
+    if fields.get("rope_scaling"):
+        fields.refuse(
+            "rope_scaling", fields.get("rope_scaling"), "rope_parameters alone are wanted: nobody reads this key"
+        )
+    if fields.get("rope_parameters") is None:
+        return Rope(1e6, "proportional", share=0.25), Rope(LOCAL_THETA)
+    parts = [fields.part("rope_parameters").part(kind) for kind in LAYER_KINDS]
+    for part, kind, wanted in zip(parts, LAYER_KINDS, ("proportional", "default"), strict=True):
+        if part.raw.get("rope_type") != wanted:
+            found = f"{kind} with rope_type {shown(part.raw.get('rope_type'))}"
+            fields.refuse(
+                "rope_parameters", found, f"of {kind} {wanted!r} is wanted, with rope_theta; no other is supported"
+            )
+        if part.number("rope_theta") <= 1:
+            part.refuse("rope_theta", part.get("rope_theta"), "a number over 1 is wanted")
+    everywhere, local = parts
+    if everywhere.number("factor", 1.0) != 1.0:
+        everywhere.refuse(
+            "factor", everywhere.get("factor"), "transformers divides by it, and SGLang does not: 1 is wanted"
+        )
+    share = everywhere.number(SHARE, 1.0)
+    width = fields.count("global_head_dim", 512)
+    if share > 1 or int(share * width // 2) < 1:
+        everywhere.refuse(SHARE, share, f"a share of the {width // 2} pairs of a head is wanted that is one at least")
+    if local.get(SHARE, 1.0) != 1.0:
+        local.refuse(SHARE, local.get(SHARE), "of layers with a window RoPE turns whole heads: 1 is wanted")
+    return Rope(everywhere.number("rope_theta"), "proportional", share=share), Rope(local.number("rope_theta"))
 
 
 def read_global_rope(fields: Fields, default_theta: float) -> tuple[Rope, Rope | None]:

@@ -16,6 +16,11 @@ def read_scales(fields: Fields, family: Family, hidden: int) -> dict[str, Any]:
     """
     if family.gemma:
         return {"embedding_scale": hidden**0.5, "query_scale": fields.number("query_pre_attn_scalar", 256.0) ** -0.5}
+    if family.global_heads:
+        cap = fields.optional_number("final_logit_softcapping")
+        if cap == 0:
+            fields.refuse("final_logit_softcapping", cap, "a number over 0, or null, which is none, is wanted")
+        return {"embedding_scale": hidden**0.5, "query_scale": 1.0, "logit_cap": cap}
     if family.multipliers:
         return {
             "embedding_scale": _multiplier(fields, "embedding_multiplier"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -21,16 +21,19 @@ from torch import Tensor
 
 from megarl.core.platform import Platform, compute_capability
 from megarl.models.attention import CoreAttention
-from megarl.models.config import ModelConfig
+from megarl.models.config import ModelConfig, Moe
 from megarl.models.delta_net import GatedDeltaNet
 from megarl.models.gated_attention import GatedSelfAttention
 from megarl.models.late_norms import LateNormedSelfAttention
 from megarl.models.latent_attention import LatentAttention
+from megarl.models.layered_attention import KeyLinear, LayeredSelfAttention, LocalSelfAttention
+from megarl.models.normed_experts import NormedExperts, NormedRouter
 from megarl.models.norms import LATENT_EPS, NormedRowParallelLinear, RMSNorm, WholeNorm
 from megarl.models.packed import on_host
 from megarl.models.rope import logit_factor
 from megarl.models.rotary import ScaledQueries, scales_queries
 from megarl.models.routers import router_of
+from megarl.models.scaled_layer import ScaledLayer
 
 HOPPER = 9  # of compute capabilities
 
@@ -56,24 +59,6 @@ class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
     def __init__(self, *positions: Any, bias: bool, **options: Any) -> None:
         super().__init__(*positions, bias=True, **options)
-
-
-class LocalSelfAttention(SelfAttention):  # type: ignore[misc]
-    """Attention that takes its rotation from one of several tables, or has none (rotary_table is None)."""
-
-    def __init__(self, *positions: Any, rotary_table: int | None, **options: Any) -> None:
-        super().__init__(*positions, **options)
-        self._table = rotary_table
-
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """rotary_pos_emb: [tables, positions, 1, 1, head_dim], where it is taken from; the rest as Megatron has it."""
-        table = None if self._table is None else rotary_pos_emb[self._table]
-        output: tuple[Tensor, Tensor | None] = super().forward(
-            hidden_states, attention_mask, rotary_pos_emb=table, **options
-        )
-        return output
 
 
 class LatentSelfAttention(MLASelfAttention):  # type: ignore[misc]
@@ -180,6 +165,18 @@ def _choose_rotation(config: ModelConfig, index: int, spec: ModuleSpec) -> None:
         attention.submodules.core_attention = ModuleSpec(CoreAttention, params={"logit_factor": factor})
 
 
+def _give_heads(config: ModelConfig, attention: ModuleSpec) -> None:
+    """Heads of this layer's own. config: of the layer."""
+    attention.module = LayeredSelfAttention
+    attention.params |= {
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "keys_as_values": config.keys_as_values,
+    }
+    if config.keys_as_values:
+        attention.submodules.linear_qkv = KeyLinear
+
+
 def _scale_queries(config: ModelConfig, spec: ModuleSpec) -> None:
     if scales_queries(config):
         assert not config.qk_norm, "a norm of queries is where their scale would be"
@@ -232,9 +229,7 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
     layer.sharded_state_dict_keys_map = _checkpoint_names(config, index)
     _scale_residual(config, spec)
     if moe is not None:
-        layer.mlp.submodules.router = router_of(moe)
-        if moe.biases:
-            layer.mlp.submodules.experts.submodules.linear_fc2 = WholeExpertOutput
+        _choose_experts(moe, layer)
     if config.mla is not None:
         layer.self_attention = ModuleSpec(LatentAttention)
         return spec
@@ -253,12 +248,35 @@ def _torch_layer(config: ModelConfig, index: int) -> ModuleSpec:
     elif config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     _choose_rotation(config, index, spec)
-    if config.output_bias:
-        attention.linear_proj = BiasedRowParallelLinear
-    if config.post_norms:
-        attention.linear_proj = layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+    if config.value_norm:
+        _give_heads(config.of_layer(index), layer.self_attention)
+    if config.layer_scale:
+        spec.module = ScaledLayer
+    _end_with(config, layer, is_dense=moe is None)
     _scale_queries(config, spec)
     return spec
+
+
+def _choose_experts(moe: Moe, layer: Any) -> None:
+    """Of a layer's submodules."""
+    parts = layer.mlp.submodules
+    parts.router = NormedRouter if moe.normed else router_of(moe)
+    if moe.normed:
+        # Of specs Megatron warns where it knows not the module; this one finds its groups where Megatron's own would.
+        layer.mlp = SimpleNamespace(module=NormedExperts, submodules=parts, params={})
+        layer.pre_mlp_layernorm = IdentityOp
+    if moe.biases:
+        parts.experts.submodules.linear_fc2 = WholeExpertOutput
+
+
+def _end_with(config: ModelConfig, layer: Any, *, is_dense: bool) -> None:
+    """What stands behind attention and MLP. layer: submodules."""
+    if config.output_bias:
+        layer.self_attention.submodules.linear_proj = BiasedRowParallelLinear
+    if config.post_norms:
+        layer.self_attention.submodules.linear_proj = NormedRowParallelLinear
+        if is_dense:
+            layer.mlp.submodules.linear_fc2 = NormedRowParallelLinear
 
 
 def _checkpoint_names(config: ModelConfig, index: int) -> dict[str, str]:

@@ -42,12 +42,12 @@ def cuts_servers(config: ModelConfig, tp: int, *, pads: bool = False) -> bool:
     """
     if config.family in UNCUT_BY_SERVERS:
         return tp == 1
-    heads = config.num_kv_heads
     even = config.num_heads % tp == 0 and config.ffn_hidden_size % tp == 0
     even = even and (config.delta is None or config.delta.num_key_heads % tp == 0)
-    repeats = tp % heads == 0 and not config.whole_qk_norm and config.family not in BY_TRANSFORMERS
+    repeats = not config.whole_qk_norm and config.family not in BY_TRANSFORMERS
     repeats = repeats and not (pads and config.family in NO_HEAD_DIM)
-    return even and (config.mla is not None or heads % tp == 0 or repeats)
+    of_each = [kind.num_kv_heads for _, kind in config.kinds_of_heads]
+    return even and (config.mla is not None or all(n % tp == 0 or (repeats and tp % n == 0) for n in of_each))
 
 
 def check_server_layout(config: ModelConfig, tp: int, name: str = "rollout.tp", *, pads: bool = False) -> None:
@@ -92,9 +92,11 @@ def _tensor_problems(config: ModelConfig, tp: int) -> list[str]:
     sizes = {"attention heads": config.num_heads, "MLP columns": config.ffn_hidden_size}
     if config.mla is None:
         # Ranks that cut through a group of heads cut the rows of all queries, keys and values evenly.
-        sizes["rows of queries, keys and values"] = (
-            config.num_heads * (2 if config.output_gate else 1) + 2 * config.num_kv_heads
-        ) * config.head_dim
+        for _, kind in config.kinds_of_heads:
+            queries, keys = (2 if config.output_gate else 1), (1 if kind.keys_as_values else 2)
+            of_these = f", of {kind.num_kv_heads} key-value heads of {kind.head_dim}," if config.global_heads else ""
+            rows = (config.num_heads * queries + keys * kind.num_kv_heads) * kind.head_dim
+            sizes[f"rows of queries, keys and values{of_these}"] = rows
     if config.moe is not None and config.moe.shared_ffn_hidden_size:
         sizes["columns of the shared experts"] = config.moe.shared_ffn_hidden_size
     if config.mla is not None:
@@ -104,11 +106,11 @@ def _tensor_problems(config: ModelConfig, tp: int) -> list[str]:
     if config.delta is not None:
         sizes["key heads of linear attention"] = config.delta.num_key_heads
     uneven = [f"{size} {what}" for what, size in sizes.items() if size % tp]
-    heads = config.num_kv_heads
-    if config.whole_qk_norm and heads % tp:  # ranks that repeat a head would count it more than once in its norm
-        uneven.append(f"{heads} key-value heads, over all of which their norm goes")
-    elif config.mla is None and heads % tp and tp % heads:
-        uneven.append(f"{heads} key-value heads (nor do they divide it)")
+    for heads in dict.fromkeys(kind.num_kv_heads for _, kind in config.kinds_of_heads):
+        if config.whole_qk_norm and heads % tp:  # ranks that repeat a head would count it more than once in its norm
+            uneven.append(f"{heads} key-value heads, over all of which their norm goes")
+        elif config.mla is None and heads % tp and tp % heads:
+            uneven.append(f"{heads} key-value heads (nor do they divide it)")
     return [f"tp {tp} does not divide {', '.join(uneven)}"] if uneven else []
 
 

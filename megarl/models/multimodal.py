@@ -58,6 +58,11 @@ class Multimodal:
 MULTIMODALS: Mapping[str, Multimodal] = MappingProxyType(
     {
         "Gemma3ForConditionalGeneration": Multimodal("gemma3", _LLAVA),
+        "Gemma4ForConditionalGeneration": Multimodal("gemma4", _NEWER),
+        # Without a tower; its text part is that of the others, whose config says what this one never has.
+        "Gemma4UnifiedForConditionalGeneration": Multimodal(
+            "gemma4_unified", _NEWER, {"gemma4_unified_text": "gemma4_text"}, {"hidden_size_per_layer_input": 0}
+        ),
         "Mistral3ForConditionalGeneration": Multimodal("mistral3", _LLAVA),
         "LlavaForConditionalGeneration": Multimodal("llava", _LLAVA),
         "LlavaNextForConditionalGeneration": Multimodal("llava_next", _LLAVA),

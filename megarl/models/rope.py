@@ -15,9 +15,13 @@ def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
 
     linear divides all by the factor (arXiv 2306.15595); llama3 divides long waves, keeps short ones and blends between
     (Llama 3.1); yarn blends over dimensions (arXiv 2309.00071); longrope divides each by a factor of its own (arXiv 2402.13753).
+    proportional has those of the whole width, and zeros behind the first of them (Gemma 4).
     """
     wavelengths = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # over 2 pi
     plain = 1.0 / wavelengths
+    if rope.kind == "proportional":
+        plain[int(rope.share * dim // 2) :] = 0.0
+        return plain
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "llama3":

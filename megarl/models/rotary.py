@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
@@ -15,6 +16,8 @@ from megarl.models.rope import attention_factor, inverse_frequencies, logit_fact
 
 class Rotary(RotaryEmbedding):  # type: ignore[misc]
     """Angles [positions, 1, 1, dim] of one table of frequencies; with several, one table a row: [tables, positions, ...].
+
+    Narrower tables have zeros behind them, which are nobody's angles.
 
     The angles are computed anew in each pass: they cost little, and upstream's cache keeps dozens of lengths alive.
     """
@@ -51,7 +54,9 @@ class Rotary(RotaryEmbedding):  # type: ignore[misc]
             if group.size() > 1 and not packed_seq:
                 angle = get_pos_emb_on_this_cp_rank(angle, 0, group)
             angles.append(angle)
-        return angles[0] if len(angles) == 1 else torch.stack(angles)
+        width = max(angle.shape[-1] for angle in angles)
+        padded = [F.pad(angle, (0, width - angle.shape[-1])) for angle in angles]
+        return angles[0] if len(angles) == 1 else torch.stack(padded)
 
 
 class ScaledRotary(Rotary):
@@ -93,9 +98,10 @@ class ScaledQueries(torch.nn.Module):
 
 def make_rotary(config: ModelConfig, cp_group: Any, device: str) -> Rotary:
     """The rotary module of a model; with local layers of their own RoPE, table 0 is the global one."""
-    tables = [
-        inverse_frequencies(rope, config.rotated) for rope in (config.rope, config.local_rope) if rope is not None
-    ]
+    local, everywhere = config.kinds_of_heads[0][1], config.kinds_of_heads[-1][1]
+    tables = [inverse_frequencies(config.rope, everywhere.rotated)]
+    if config.local_rope is not None:
+        tables.append(inverse_frequencies(config.local_rope, local.rotated))
     if config.mla is None:
         return Rotary(tables, cp_group, device, interleaved=config.interleaved_rope)
     make = ScaledRotary if scales_rotation(config) else Rotary

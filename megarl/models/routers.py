@@ -107,7 +107,7 @@ class BestOfGroupRouter(ChoosingRouter):
 
 
 def router_of(moe: Moe) -> type[Router]:
-    """The router that these experts want."""
+    """The router that these experts want, where norms stand not before it as well (`normed_experts`)."""
     if moe.score_bias and moe.score == "softmax":
         return BiasedRouter
     return BestOfGroupRouter if moe.best_of_group and moe.num_groups else Router

@@ -94,6 +94,11 @@ HUNYUAN_SHARED = (
     ("mlp.shared_mlp.gate_proj.weight", "shared_ffn hidden"),
     ("mlp.shared_mlp.up_proj.weight", "shared_ffn hidden"),
 )
+GEMMA_GATE_UP = (
+    ("experts.gate_up_proj[0/2]", "expert_ffn hidden"),
+    ("experts.gate_up_proj[1/2]", "expert_ffn hidden"),
+)
+SHARED_DENSE = (("mlp.gate_proj.weight", "shared_ffn hidden"), ("mlp.up_proj.weight", "shared_ffn hidden"))
 SHARED_GATE = "mlp.shared_experts.gate_weight"
 EXPERT_FC1, GROUPED_FC1 = "mlp.experts.local_experts.{e}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{e}"
 EXPERT_FC2, GROUPED_FC2 = "mlp.experts.local_experts.{e}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{e}"
@@ -114,6 +119,7 @@ LAYER = (
     Row("input_layernorm.weight", (("attention_layernorm.weight", "hidden"),), when="apertus_norms", fused=NORM_IN_QKV),
     Row("self_attention.linear_qkv.weight", QKV_WEIGHT, "rows", "groups", "heads qkv_apart"),
     Row("self_attention.linear_qkv.weight", QKV_IN_ONE, "rows", "groups", "heads qkv_in_one"),
+    Row("self_attention.linear_qkv.weight", QKV_WEIGHT[:2], "rows", "groups", "heads keys_as_values"),
     Row("self_attention.linear_qkv.bias", QKV_BIAS, "rows", "groups", "heads qkv_bias"),
     Row("self_attention.q_layernorm.weight", (("self_attn.q_norm.weight", "head"),), when="heads qk_norm"),
     Row("self_attention.k_layernorm.weight", (("self_attn.k_norm.weight", "head"),), when="heads qk_norm"),
@@ -339,6 +345,36 @@ LAYER = (
         "columns",
         when="experts shared_expert",
     ),
+    # Gemma 4's stand beside the layer's MLP, which are the shared ones to Megatron.
+    Row("mlp.pre_shared_layernorm.weight", (("pre_feedforward_layernorm.weight", "hidden"),), when="normed_experts"),
+    Row("mlp.shared_experts.linear_fc1.weight", SHARED_DENSE, "rows", "halves", "normed_experts"),
+    Row(
+        "mlp.shared_experts.linear_fc2.weight",
+        (("mlp.down_proj.weight", "hidden shared_ffn"),),
+        "columns",
+        when="normed_experts",
+    ),
+    Row(
+        "mlp.post_shared_layernorm.weight", (("post_feedforward_layernorm_1.weight", "hidden"),), when="normed_experts"
+    ),
+    Row("mlp.router.input_scale", (("router.scale", "hidden"),), when="normed_experts"),
+    Row("mlp.router.weight", (("router.proj.weight", "experts hidden"),), when="normed_experts"),
+    Row("mlp.router.expert_scale", (("router.per_expert_scale", "experts"),), when="normed_experts"),
+    Row("mlp.pre_routed_layernorm.weight", (("pre_feedforward_layernorm_2.weight", "hidden"),), when="normed_experts"),
+    Row(EXPERT_FC1, GEMMA_GATE_UP, "rows", "halves", "normed_experts", GROUPED_FC1),
+    Row(
+        EXPERT_FC2,
+        (("experts.down_proj[0/1]", "hidden expert_ffn"),),
+        "columns",
+        when="normed_experts",
+        fused=GROUPED_FC2,
+    ),
+    Row(
+        "mlp.post_routed_layernorm.weight", (("post_feedforward_layernorm_2.weight", "hidden"),), when="normed_experts"
+    ),
+    Row("mlp.post_layernorm.weight", (("post_feedforward_layernorm.weight", "hidden"),), when="normed_experts"),
+    # What multiplies all that a layer puts out.
+    Row("layer_scale", (("layer_scalar", "one"),), when="layer_scale"),
 )
 EMBEDDING = Row("embedding.word_embeddings.weight", (("model.embed_tokens.weight", "vocab hidden"),), "rows", "padded")
 FINAL_NORM = Row("decoder.final_layernorm.weight", (("model.norm.weight", "hidden"),))

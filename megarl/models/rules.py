@@ -15,6 +15,7 @@ from megarl.models.rule_table import EMBEDDING, FINAL_NORM, HEAD, LAYER, SCORE_H
 
 # torch: our own layer spec. transformer_engine: fuses norms into the linears behind them, and groups experts.
 LayerSpec = Literal["torch", "transformer_engine"]
+OTHER_SHARED = ("hunyuan_v1_moe", "gemma4")  # families whose shared experts have other names
 MIXTRAL_NAMES, HUNYUAN_MOE = ("mixtral", "minimax_m2"), "hunyuan_v1_moe"  # families
 
 
@@ -96,6 +97,7 @@ def rules(config: ModelConfig, spec: LayerSpec, *, has_head_copy: bool = False) 
     sizes, last = _sizes(config), config.num_layers - 1
     yield _rule(EMBEDDING, sizes, spec, layer=0)
     for layer in range(config.num_layers):
+        sizes = _sizes(config.of_layer(layer))
         features = _features(config, layer)
         prefixes = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         found = [row for row in LAYER if features.issuperset(row.when.split())]
@@ -189,12 +191,13 @@ def _features(config: ModelConfig, layer: int) -> frozenset[str]:
         "apertus_norms": config.family == "apertus",
         "dense": layer not in config.moe_layers,
         "experts": layer in config.moe_layers,
+        "normed_experts": moe is not None and moe.normed and layer in config.moe_layers,
         "score_bias": moe is not None and moe.score_bias,
         "flat_bias": config.family != "ernie4_5_moe",
         "ernie_bias": config.family == "ernie4_5_moe",
         "gate": config.family != HUNYUAN_MOE,
         "hunyuan_gate": config.family == HUNYUAN_MOE,
-        "shared_experts": moe is not None and shares and not moe.shared_gate and config.family != HUNYUAN_MOE,
+        "shared_experts": moe is not None and shares and not moe.shared_gate and config.family not in OTHER_SHARED,
         "shared_mlp": shares and config.family == HUNYUAN_MOE,
         "shared_expert": moe is not None and moe.shared_gate,
         "sinks": config.sinks,
@@ -202,9 +205,12 @@ def _features(config: ModelConfig, layer: int) -> frozenset[str]:
         "mixtral_names": config.family in MIXTRAL_NAMES,
         "granite_names": config.family == "granitemoe",
         "stacked_names": moe is not None and moe.biases,
-        "common_names": config.family not in (*MIXTRAL_NAMES, "granitemoe") and not (moe is not None and moe.biases),
+        "common_names": config.family not in (*MIXTRAL_NAMES, "granitemoe", "gemma4")
+        and not (moe is not None and moe.biases),
         "qkv_in_one": config.family == "phi3",
-        "qkv_apart": config.family != "phi3",
+        "qkv_apart": config.family != "phi3" and not config.of_layer(layer).keys_as_values,
+        "keys_as_values": config.of_layer(layer).keys_as_values,
+        "layer_scale": config.layer_scale,
         "gate_in_one": config.family in ("glm4", "phi3"),
         "gate_apart": config.family not in ("glm4", "phi3") and config.halves == 2,
         "ungated": config.halves == 1,

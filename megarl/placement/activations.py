@@ -134,6 +134,8 @@ class Counting:
             self._rank("experts.linear_fc1") + self._rank("experts.linear_fc2")
         )
         kept = kept + self._router(moe) + self._gated(shared)
+        if moe.normed:  # norms behind MLP, experts and both; and the router's own, with what multiplies it
+            kept = kept + 3 * self.norm(self.config.hidden_size, output=False) + 2 * self.hidden
         if moe.shared_gate:  # what is gated, and the gate
             kept = kept + self.hidden + self.tokens * self.each / self.between
         # Permuted tokens as sent, and what the experts put out; without grouped products once more, to put it together.
@@ -187,11 +189,15 @@ class Counting:
         if config.mla is not None:
             return self._latent(config.mla)
         if config.delta is None:
-            return self._grouped()
+            kinds = [(share, *self._grouped(kind)) for share, kind in config.kinds_of_heads]
+            fullest = [np.max(np.broadcast_arrays(*(each[place] for each in kinds)), axis=0) for place in (1, 2, 3)]
+            # Layers that are computed again are held one at a time: the fullest counts.
+            kept = np.where(self.choice.recompute == FULL, fullest[0], sum(share * each for share, each, *_ in kinds))
+            return kept, fullest[1], fullest[2]
         linear, share = self._linear(config.delta), linear_share(config)
         if share == 1:
             return linear
-        full = self._grouped()
+        full = self._grouped(config)
         # Layers that are computed again are held one at a time: the fullest counts.
         kept = np.where(
             self.choice.recompute == FULL, np.maximum(linear[0], full[0]), share * linear[0] + (1 - share) * full[0]
@@ -220,11 +226,11 @@ class Counting:
         gradients = columns + np.where(selective, inside, FLOAT * (3 * values + 3 * keys))
         return before + tokens * kept, tokens * gradients, tokens * passing
 
-    def _grouped(self) -> tuple[Any, Any, Any]:
-        config, tp = self.config, self.choice.tp
+    def _grouped(self, config: ModelConfig) -> tuple[Any, Any, Any]:
+        tp = self.choice.tp
         heads = Heads(config.num_heads / tp, config.num_kv_heads / tp, config.head_dim, config.head_dim)
         query, key = heads.queries * heads.key, heads.pairs * heads.key
-        mixed = query * (2 if config.output_gate else 1) + 2 * key
+        mixed = query * (2 if config.output_gate else 1) + (1 if config.keys_as_values else 2) * key
         kept = self._before("linear_qkv") + self._rotation(config.rotated)
         if config.whole_qk_norm:  # two norms, of copies
             kept = kept + self.norm(query + key, output=False, of=1) + self.tokens * FLOAT
@@ -241,6 +247,8 @@ class Counting:
             view = not self.fused and self.each == FLOAT
             kept = kept + self.tokens * self.each * view * (mixed - key)
             mixed = mixed * (not view)
+        if config.value_norm:  # of a view, where keys' is as well
+            kept = kept + self.norm(key, output=False, of=1) + self.tokens * FLOAT * (heads.pairs - 1)
         if config.post_norms:
             kept = kept + self.norm(config.hidden_size, output=False)
         kept = kept + self._inner("linear_qkv") + self._inner("linear_proj")

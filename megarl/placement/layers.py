@@ -256,7 +256,8 @@ def _sequence_launch(choice: Layouts, tokens: Any, workload: Workload, cluster: 
 
 def _context_seconds(config: ModelConfig, choice: Layouts, tokens: Any, workload: Workload, cluster: Cluster) -> Any:
     """Keys and values of one layer, gathered."""
-    kv = 2 * config.num_kv_heads * config.head_dim * workload.bytes_each / choice.tp
+    wide = sum(share * kind.num_kv_heads * kind.head_dim for share, kind in config.kinds_of_heads)
+    kv = 2 * wide * workload.bytes_each / choice.tp
     return all_gather_s(cluster, tokens * kv, choice.cp, choice.tp) * (choice.cp > 1)
 
 

@@ -167,7 +167,8 @@ def _training(counting: Counting, stage: Stage, role: Role, sizes: Sizes) -> tup
     # A tied matrix's gradient of the output waits for that of the embedding.
     tied = output * stage.head * stage.embedding * (sizes.tied and role.head)
     columns = stage.head * role.head * config.vocab_size / choice.tp
-    logits = counting.tokens * columns * counting.each
+    # Where they are capped, what the tangent gives is kept beside them.
+    logits = counting.tokens * columns * counting.each * (1 + (config.logit_cap is not None))
     chunks = 2 * _chunk(counting, columns)
     whole = counting.tokens * config.hidden_size * counting.each
     loss = np.maximum(chunks, stage.head * role.head * (whole + output))
@@ -208,7 +209,7 @@ def _passing(counting: Counting, stage: Stage, role: Role) -> tuple[Any, Any]:
     # The schedule holds what the micro-batch before put out until this one's is there.
     layer = layer + gathered + np.where(stage.head * role.head > 0, 0, counting.hidden * (choice.pp > 1))
     ends = 2 * counting.hidden + gathered
-    at_logits = ends + 2 * logits + _chunk(counting, columns)
+    at_logits = ends + (2 + (config.logit_cap is not None)) * logits + _chunk(counting, columns)
     inside = layer + logits
     logits = np.where(at_logits > inside, at_logits - ends, logits)
     return np.maximum(at_logits, inside) - logits, logits

@@ -57,10 +57,13 @@ def serving_roof(cluster: Cluster, dtype: str) -> Roof:
 def attention_products(config: ModelConfig, tp: Any) -> Products:
     """[inner, columns] of the products of one layer's attention on one rank; key-value heads are repeated where they are few."""
     hidden, heads, mla = config.hidden_size, config.num_heads / np.asarray(tp), config.mla
+    if config.global_heads is not None:  # of a layer on average
+        kinds = config.kinds_of_heads
+        return [(inner, share * columns) for share, kind in kinds for inner, columns in attention_products(kind, tp)]
     if mla is None:
         kv = np.maximum(config.num_kv_heads / np.asarray(tp), 1)
-        queries = (2 if config.output_gate else 1) * heads
-        full = [(hidden, (queries + 2 * kv) * config.head_dim), (heads * config.head_dim, hidden)]
+        queries, keys = (2 if config.output_gate else 1) * heads, (1 if config.keys_as_values else 2) * kv
+        full = [(hidden, (queries + keys) * config.head_dim), (heads * config.head_dim, hidden)]
         return full if config.delta is None else _mixed_products(config, config.delta, full, tp)
     wide = heads * (mla.nope_dim + mla.rope_dim)
     query = [(hidden, wide)] if mla.q_rank is None else [(hidden, mla.q_rank), (mla.q_rank, wide)]
@@ -110,9 +113,11 @@ def mlp_products(hidden: int, width: float, tp: Any, halves: int = 2) -> Product
 
 def attention_elements(config: ModelConfig, tp: Any) -> Any:
     """Elements a token that one layer's norms, residuals, rotary positions and splits read and write on one rank."""
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     # Each norm and each residual reads and writes the hidden states (2 x 2 + 2 x 3), which sequence parallel cuts.
-    return (10 * hidden + 6 * heads + 8 * config.num_kv_heads * config.head_dim) / np.asarray(tp)
+    heads = sum(
+        share * (6 * kind.num_heads + 8 * kind.num_kv_heads) * kind.head_dim for share, kind in config.kinds_of_heads
+    )
+    return (10 * config.hidden_size + heads) / np.asarray(tp)
 
 
 def expert_elements(hidden: int, width: int) -> int:

@@ -89,6 +89,8 @@ def adapter_sizes(config: ModelConfig, lora: Lora, tp: Any, layers: Any, moe_lay
 
     A linear cut by rows cuts B [out, rank], one cut by columns A [rank, in]; the other factor is whole on every rank.
     """
+    if config.global_heads is not None:
+        return sum(share * adapter_sizes(kind, lora, tp, layers, moe_layers) for share, kind in config.kinds_of_heads)
 
     def factors(linear: str, width_in: float, width_out: float, *, rows: bool = True) -> Any:
         if linear not in lora.targets:
@@ -100,7 +102,8 @@ def adapter_sizes(config: ModelConfig, lora: Lora, tp: Any, layers: Any, moe_lay
 
     hidden, heads, mla, moe = config.hidden_size, config.num_heads, config.mla, config.moe
     if mla is None:
-        mixed = ((2 if config.output_gate else 1) * heads + 2 * config.num_kv_heads) * config.head_dim
+        keys = (1 if config.keys_as_values else 2) * config.num_kv_heads
+        mixed = ((2 if config.output_gate else 1) * heads + keys) * config.head_dim
         attention = factors("linear_qkv", hidden, mixed)
         values = heads * config.head_dim
     else:
@@ -129,8 +132,12 @@ def kv_bytes(config: ModelConfig, tp: Any, bytes_each: int) -> Any:
     """
     if config.mla is not None:
         return np.full(np.shape(tp), float(config.num_layers * (config.mla.kv_rank + config.mla.rope_dim) * bytes_each))
-    heads = np.maximum(config.num_kv_heads / np.asarray(tp), 1)
-    return 2.0 * (config.num_layers - len(config.linear_layers)) * heads * config.head_dim * bytes_each
+    layers = config.num_layers - len(config.linear_layers)
+    wide = sum(
+        share * np.maximum(kind.num_kv_heads / np.asarray(tp), 1) * kind.head_dim
+        for share, kind in config.kinds_of_heads
+    )
+    return 2.0 * layers * wide * bytes_each
 
 
 def kv_span(config: ModelConfig, context: Any) -> Any:

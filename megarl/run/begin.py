@@ -94,6 +94,7 @@ def opened(
     checkpoints = _checkpoints(recipe)
     with _taken(folder), ExitStack() as logs, ending(loaded, checkpoints, again) as early, ExitStack() as stack:
         committed = _still_newest(checkpoints, committed)
+        checkpoints.sweep()  # a run that has done all of its steps commits nothing more
         out = Output(markup=False)
         for line in lines:
             out.print(line, highlight=False, soft_wrap=True)

@@ -9,6 +9,7 @@ import psutil
 from megarl.core.platform import get_platform
 from megarl.models.config import ModelConfig
 from megarl.models.flops import forward_flops
+from megarl.placement.sizes import kv_bytes
 from megarl.placement.workload import read_model
 from megarl.recipe.load import Loaded
 from megarl.recipe.sampling_rules import overlaps
@@ -50,7 +51,7 @@ def server_threads(recipe: Recipe, model: ModelConfig, most: int) -> int:
 def _server_bytes(recipe: Recipe, model: ModelConfig) -> int:
     """What a server takes: its processes, weights and the cache, both with the copies that a CPU computes with."""
     weights = sum(file.stat().st_size for file in recipe.model.path.glob("*.safetensors"))
-    token = 2 * 4 * model.num_layers * model.num_kv_heads * model.head_dim
+    token = int(kv_bytes(model, 1, 4))
     return PROCESS_BYTES + 2 * weights + 2 * (recipe.rollout.kv_tokens or 0) * token
 
 

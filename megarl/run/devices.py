@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from megarl.core.ray_env import is_for_driver_alone, ray_to_join
 from megarl.recipe.sampling_rules import check_beside
 from megarl.recipe.schema import AnyRecipe, Recipe
 
+LOOPBACK = "127.0.0.1"
+CONNECT_S = 10.0
 LONGEST_SOCKET = 107  # bytes of a socket's path
 # Ray's longest, below the folder that it is given.
 SOCKET = f"session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store"
@@ -35,6 +38,7 @@ def check_devices(recipe: AnyRecipe, *, here: bool = True) -> Platform:
     _check_working_directory()
     if here and ray_to_join() is None:
         _check_temporary()
+        _check_loopback()
     return platform
 
 
@@ -53,11 +57,30 @@ def _check_working_directory() -> None:
 def _check_temporary() -> None:
     """Whether Ray's sockets find room where core/scratch has them: above what is now the temporary folder. Raises UserError."""
     scratch = Path(tempfile.gettempdir()).parent
+    if not str(scratch).isascii():
+        raise UserError(
+            f"The temporary folder {scratch.parent} has letters in its path that are not ASCII, and Ray starts nothing there. "
+            "Set TMPDIR to another, such as /tmp."
+        )
     if (over := len(os.fsencode(scratch / SOCKET)) - LONGEST_SOCKET) > 0:
         raise UserError(
             f"The temporary folder {scratch.parent} has too long a path, by {over} characters: Ray puts sockets below it, whose "
             f"paths have at most {LONGEST_SOCKET}. Set TMPDIR to a shorter one, such as /tmp."
         )
+
+
+def _check_loopback() -> None:
+    """Whether processes of this machine reach each other where Ray and servers listen. Raises UserError."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as listener:
+            socket.create_connection(listener.getsockname(), timeout=CONNECT_S).close()
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else error
+        raise UserError(
+            f"Processes of this machine do not reach each other at {LOOPBACK} ({why}), where those of a run "
+            "listen. Bring its loopback interface up, with its IPv4 address: `ip link set lo up`, `ip address add 127.0.0.1/8 "
+            "dev lo`."
+        ) from error
 
 
 def _check_environment(platform: Platform) -> None:

@@ -80,6 +80,13 @@ def check_experts(recipe: AnyRecipe, model: ModelConfig, platform: Platform) -> 
     if model.moe is None and any(asked.values()):
         names = " and ".join(name for name, given in asked.items() if given)
         raise UserError(f"{names} is for a mixture of experts, and {recipe.model.path} has none. Remove the key.")
+    scaled = isinstance(recipe, Recipe) and model.moe is not None and model.moe.normed and platform.copies_router_scale
+    if scaled and recipe.actor.lora is None and not recipe.actor.optimizer.freeze_router:
+        raise UserError(
+            f"`actor.optimizer.freeze_router` is false, and on {platform.name} SGLang 0.5.21 takes router.scale of "
+            f"{model.architecture} once, from the folder: its servers would choose other experts than training from the first "
+            "step on. Set it to true, or train adapters (actor.lora)."
+        )
     if replay and not platform.returns_routing:
         raise UserError(
             f"actor.routing_replay needs servers that return their routing, and on {platform.name} SGLang does not. "

@@ -46,6 +46,7 @@ from megarl.recipe.supervised import SupervisedRecipe
 from megarl.recipe.writer import writer_class
 from megarl.rewards.check import check_graders, taken_back_notes
 from megarl.run.devices import check_devices, check_room_beside
+from megarl.run.ending import full_disks
 from megarl.run.exported import EXPORT, exported_step
 from megarl.run.model_check import check_experts, check_head, check_lora, template_notes
 from megarl.run.resume_check import check_resumed
@@ -299,6 +300,8 @@ def _check_writable(folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".megarl-", dir=existing):
             too_long = any(len(os.fsencode(name)) > longest for name in missing)
             problem = f"takes no names of more than {longest} bytes" if too_long else ""
+            if full := full_disks([existing.resolve()]):
+                problem = f"is on a disk that is full ({full[0]})"
     except NotADirectoryError:
         problem = "is not a folder"
     except FileNotFoundError as error:
@@ -319,11 +322,8 @@ def reading() -> Iterator[None]:
     except OSError as error:
         if error.filename is None:
             raise
-        name = str(error.filename)
-        shown = shortened(name, 200)
-        raise UserError(
-            f"{shown} cannot be used: {error.strerror}. Correct the path in the recipe, or the permissions there."
-        ) from error
+        shown = f"{shortened(str(error.filename), 200)} cannot be used: {error.strerror}."
+        raise UserError(f"{shown} Correct the path in the recipe, or the permissions there.") from error
 
 
 def _check_report(recipe: AnyRecipe) -> None:

@@ -39,7 +39,7 @@ OWN_WEIGHTS = "0"  # the version of weights that no run has sent
 SEPARATE_EXPERTS = "--disable-shared-experts-fusion"
 ALL_SPARSE = ("qwen2_moe", "qwen3_moe", "qwen3_next")  # families that SGLang builds with experts in all layers
 ATTENTION = "-attention-backend"  # and of prefill and decode apart
-SLIDING_FAMILIES = ("gemma3", "gpt_oss", "olmo3", "exaone4")  # whose windows SGLang keeps to
+SLIDING_FAMILIES = ("gemma3", "gemma4", "gpt_oss", "olmo3", "exaone4")  # whose windows SGLang keeps to
 HEAD_EPS = {"exaone4": 1e-6}  # of norms of queries and keys that SGLang gives no other (models/exaone4.py)
 PERIODIC = ("exaone4", "qwen3_5", "qwen3_5_moe", "qwen3_next")  # whose layers of two kinds SGLang counts
 # Families that SGLang builds with a head of its own, and those whose head it does not load.

@@ -14,16 +14,18 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """`guarded.py PARENT_PID COMMAND...`."""
+    """`guarded.py PARENT COMMAND...`. PARENT: its pid, or the variable that has it, as Ray's raylet tells its agents."""
+    parent, *command = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
-    if os.getppid() != int(sys.argv[1]):
+    if os.getppid() != int(parent if parent.isdigit() else os.environ[parent]):
         sys.exit("The parent ended before this process was guarded.")
-    # Ray's processes hold it back (cluster/runtime); what this one starts may end its own children by it.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
-    os.execvp(sys.argv[2], sys.argv[2:])
+    if parent.isdigit():
+        # Ray's processes hold them back (cluster/runtime); what this one starts may end its own children by them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP, signal.SIGUSR1})
+    os.execvp(command[0], command)
 
 
 if __name__ == "__main__":

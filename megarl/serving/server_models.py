@@ -65,6 +65,9 @@ LAID_OUT_ANEW = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3MoeForCaus
 ROUTING = "--enable-return-routed-experts"  # a server tells which experts it chose
 # How a user's flags begin that say by which kernels experts are computed, or on what.
 CHOSEN = ("--moe-", "--quantization")
+# Whose heads' sizes SGLang reads as those of layers without a window, and those of the others by keys of its own: of a multimodal
+# folder's config it moves them itself (utils/hf_transformers/config.py), of a text part's it does not.
+LAYERED = "Gemma4ForCausalLM"
 # Of which SGLang reads RoPE's base and share at the top alone, and else takes 10000 and a quarter (models/qwen3_next.py).
 AT_TOP, QUARTER = "Qwen3NextForCausalLM", 0.25
 
@@ -96,6 +99,8 @@ def missing_settings(model: Path) -> dict[str, object]:
         missing |= {} if theta == config.get(THETA) else {THETA: theta}
     if any(name in DELTA for name in names):
         missing |= _of_delta(config, rope if AT_TOP in names else {})
+    if LAYERED in names:
+        missing |= _of_heads(config)
     if any(name in RENAMED for name in names):
         missing["architectures"] = [RENAMED.get(name, name) for name in names]
     return missing | (_of_hybrid(config) if HYBRID in names else {})
@@ -115,6 +120,17 @@ def _of_delta(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, object]
     unsaid = {THETA: None, SHARE: QUARTER}
     at_top = {key: config.get(key, value) for key, value in unsaid.items()}
     return told | {key: rope[key] for key, value in at_top.items() if rope.get(key, value) != value}
+
+
+def _of_heads(config: dict[str, Any]) -> dict[str, object]:
+    """The heads of layers without a window, by the keys of all; and those of the others, by SGLang's."""
+    local, local_kv = config.get("head_dim", 256), config.get("num_key_value_heads")
+    width = config.get("global_head_dim", 512)
+    kv = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else local_kv
+    return {
+        **{"head_dim": width, "v_head_dim": width, "num_key_value_heads": kv},
+        **{"swa_head_dim": local, "swa_v_head_dim": local, "swa_num_key_value_heads": local_kv},
+    }
 
 
 def attention_flags(model: Path) -> tuple[str, ...]:

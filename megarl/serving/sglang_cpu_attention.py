@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from torch import Tensor
 
@@ -34,7 +34,11 @@ OUTPUT_BIAS = "experts.down_proj_bias"
 
 
 class SinkAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-    """SGLang's torch_native backend, which knows sinks too."""
+    """SGLang's torch_native backend, which knows sinks too, and layers with heads of their own."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        _fit_layers(self.token_to_kv_pool, runner.model)
 
     def forward_extend(
         self,
@@ -147,6 +151,25 @@ class BatchedAttention(SinkAttention):
         return self._decoder.attend(step, number, query, layer.scaling).flatten(1)
 
 
+def _fit_layers(pool: Any, model: torch.nn.Module) -> None:
+    """Give each layer room for keys and values of its own heads: where all are in one pool, SGLang makes that of one size.
+
+    Gemma 4's layers with windows have others than those without; by its second pool, which `torch_native` does not read, they
+    would have theirs.
+    """
+    if type(pool) is not MHATokenToKVPool:
+        return
+    for layer in model.modules():
+        if isinstance(layer, RadixAttention):
+            place = layer.layer_id - pool.start_layer
+            for buffers, heads, width in (
+                (pool.k_buffer, layer.tp_k_head_num, layer.qk_head_dim),
+                (pool.v_buffer, layer.tp_v_head_num, layer.v_head_dim),
+            ):
+                if buffers[place].shape[1:] != (heads, width):
+                    buffers[place] = buffers[place].new_zeros(len(buffers[place]), heads, width)
+
+
 def _plain(layer: Any) -> bool:
     """Whether a layer attends to all tokens of its own sequence."""
     window = layer.sliding_window_size
@@ -162,6 +185,7 @@ def install(prepare: Callable[[Any], Callable[[], None]] | None) -> None:
 
     def make(runner: Any) -> SinkAttention:
         _norm_one_by_one(runner.model)
+        _scale_routers(runner.model)
         return SinkAttention(runner) if prepare is None else BatchedAttention(runner, prepare(runner.model))
 
     register_attention_backend("torch_native")(make)
@@ -183,6 +207,21 @@ def _normed(attention: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     norms = attention.q_norm, attention.k_norm
     queries, keys = (inspect.unwrap(type(norm).forward)(norm, each) for norm, each in zip(norms, (q, k), strict=True))
     return queries, keys
+
+
+def _scale_routers(model: torch.nn.Module) -> None:
+    """Have the inputs of Gemma 4's routers multiplied by their scale.
+
+    SGLang gives it, at the first request, to a norm that heeds a weight on CUDA alone.
+    """
+    for layer in model.modules():
+        if type(layer).__name__ == "Gemma4Router":
+            layer.forward = functools.partial(_scored, layer)
+
+
+def _scored(router: Any, x: Tensor) -> Tensor:
+    logits: Tensor = router.proj(router.norm(x) * router.scale * router.root_size)[0]
+    return logits
 
 
 def _admit_windows() -> None:

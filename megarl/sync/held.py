@@ -22,7 +22,12 @@ ROUTERS = {"router.layer.weight": "gate.weight", "gate.wg.weight": "gate.weight"
 NARROW = ("moe_statics.e_score_correction_bias", "act_fn.beta", "act_fn.eps")
 WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite", "minimax_m2")  # families
 CUT_NORMS = ("minimax_m2",)  # families whose norms over all heads each rank has its part of
-NORM = "layernorm.weight"
+# Of a layer's experts what stands beside the layer's MLP (models/gemma4_causal.py).
+BESIDE, OF_EXPERTS = "gemma4", "router.per_expert_scale"
+# What its servers hold beside: ones in the place of weights of norms, and a copy of the router's scale, which they make.
+MADE = ("self_attn.v_norm.weight", "router.norm.weight", "router.root_size")
+WHOLE_EMBEDDINGS = ("gemma3", "gemma4")  # families
+NORM, MIXED = "layernorm.weight", "self_attention.linear_qkv.weight"
 SHARED, ROUTED = ".shared_experts.", ".experts."
 KEYS_VALUES = (".k_proj.", ".v_proj.")
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -81,10 +86,10 @@ def held_by(config: ModelConfig, tp: int, *, pads: bool) -> list[Held]:
     pads: sizes that its ranks do not share evenly are filled up with zeros, as SGLang's CPU engine does it
     (configs/update_config.py); off: what is fewer than ranks is repeated.
     """
-    server = _Server(config, tp, pads)
     found: dict[tuple[int, str], tuple[list[Piece], bool]] = {}
     for rule in rules(config, "transformer_engine"):  # which keeps whole what engines keep whole
-        for source in rule.sources:
+        server = _Server(config.of_layer(rule.layer), tp, pads)
+        for source in _sources(server.config, rule):
             if source.slot is not None and source.is_turned and source.slot.first:
                 continue  # in the same rows as the first, which stand for all
             name = _engine_name(config, source.name, rule)
@@ -92,6 +97,13 @@ def held_by(config: ModelConfig, tp: int, *, pads: bool) -> list[Held]:
                 pieces, _ = found.setdefault((rank, name), ([], _is_wide(config, rule)))
                 pieces += server.pieces(rule, source, rank)
     return [Held(rank, name, tuple(pieces), wide) for (rank, name), (pieces, wide) in found.items()]
+
+
+def _sources(config: ModelConfig, rule: Rule) -> Iterator[Source]:
+    """Those of a rule. Keys that are values too stand in both places (models/gemma4_causal.py)."""
+    yield from rule.sources
+    if config.keys_as_values and rule.megatron.endswith(MIXED):
+        yield rule.sources[-1]
 
 
 def _is_wide(config: ModelConfig, rule: Rule) -> bool:
@@ -111,10 +123,12 @@ def _engine_name(config: ModelConfig, name: str, rule: Rule) -> str:
     number, _, path = rest.partition(".")
     experts, _, linear = path.rpartition(".")
     if rule.expert is not None and linear in STACKED:
-        path = f"{experts}.{STACKED[linear]}"
+        path = f"{'' if config.family != BESIDE else 'moe.'}{experts}.{STACKED[linear]}"
     elif rule.expert is not None and experts.endswith(tuple(ROW_STACKED)):
         mlp, _, linear = experts.rpartition(".")
         path = f"{mlp}.{ROW_STACKED[linear]}"
+    elif path == OF_EXPERTS:
+        path = path.replace("router.", "moe.")
     elif path.endswith(NARROW[0]):
         path = path.replace("moe_statics.", "gate.")
     elif renamed := next((each for each in ROUTERS if path.endswith(each)), None):
@@ -129,7 +143,8 @@ def _engine_name(config: ModelConfig, name: str, rule: Rule) -> str:
             fused |= HEADS
         elif config.mla.q_rank is not None:
             fused |= LATENT
-        path = path if config.family in BY_TRANSFORMERS else f"{fused.get(module, module)}.{kind}"
+        if module and config.family not in BY_TRANSFORMERS:
+            path = f"{fused.get(module, module)}.{kind}"
     return f"{prefix}.layers.{number}.{path}"
 
 
@@ -146,7 +161,7 @@ class _Server:
             return
         rows, begins = source.shape[0], source.first_row
         # Gemma's embedding is one of torch's own, whole on every rank; so are norms over all heads (models/olmo2.py).
-        torchs = source.name in VOCABULARY and self.config.family == "gemma3"
+        torchs = source.name in VOCABULARY[:1] and self.config.family in WHOLE_EMBEDDINGS
         whole_norm = rule.megatron.endswith(NORM) and self.config.family not in CUT_NORMS
         if rule.cut == "whole" or torchs or whole_norm:
             yield Piece(source.name, 0, rows)

@@ -108,10 +108,13 @@ class Checkpoints:
         for old, folder in self._folders():  # damaged ones as well: they would stay for good
             if old < oldest and (self.keep_every is None or old % self.keep_every) and old not in best:
                 self._remove(folder)
-        # Left by whoever was killed while it wrote or removed; nobody else saves now.
+        self.sweep()
+        return target
+
+    def sweep(self) -> None:
+        """Remove what was left by whoever was killed while it wrote or removed; where nobody else saves now."""
         for left in [*self.folder.glob(f"{WRITTEN}step_*"), *self.folder.glob(f"{REMOVED}step_*")]:
             _erase(left)
-        return target
 
     def _remove(self, folder: Path) -> None:
         """At once, as others see it: what is half removed has no name of a checkpoint."""

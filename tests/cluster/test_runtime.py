@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +20,8 @@ from megarl.core.errors import UserError
 from megarl.core.janitor import RUN_ID_VARIABLE, processes_of
 from megarl.core.platform import Platform
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
-from tests.support.processes import heed_interrupts
+from megarl.core.stop import STOP_SIGNAL
+from tests.support.processes import ended, heed_interrupts
 
 
 def unused_address() -> str:
@@ -131,6 +133,7 @@ def come_up(code: str, run: Path) -> tuple[Path, subprocess.Popen[str]]:
         text=True,
         env={**env, "TMPDIR": str(short)},
         preexec_fn=heed_interrupts,
+        start_new_session=True,
     )
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     return short, process
@@ -215,3 +218,42 @@ def test_sigterm_while_ray_ends_and_afterwards_ends_nothing_at_once(tmp_path: Pa
     assert (process.returncode, out) == (0, "130\n"), error
     assert error.count("ending everything in order") == 1
     short.rmdir()  # nothing is in it
+
+
+# Listens to a request to stop, and waits.
+WAITING = """
+import sys
+from pathlib import Path
+from megarl.cluster.runtime import Runtime
+from megarl.core.stop import StopRequest
+from tests.support.platforms import chosen
+with StopRequest() as stop, Runtime.start(chosen(), Path(sys.argv[1]), 1):
+    print("up", flush=True)
+    sys.stdin.readline()
+    print(stop.asked, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_rays_processes_outlive_a_request_to_stop_and_not_a_driver_that_is_killed_together_with_its_janitor(
+    tmp_path: Path,
+) -> None:
+    """The request comes to all of a group, as of `timeout -s USR1`. Ray's agents asked a GCS that was gone for a minute."""
+    short, process = come_up(WAITING, tmp_path / "run")
+    driver = psutil.Process(process.pid)
+    started = driver.children(recursive=True)
+    [raylet] = [each for each in started if each.name() == "raylet"]
+    [guard] = [each for each in driver.children() if "megarl.core.janitor" in each.cmdline()]
+    assert len([each for each in raylet.children() if "Agent" in each.cmdline()[0]]) == 2
+    os.killpg(process.pid, STOP_SIGNAL)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "True\n"
+    assert [each.name() for each in started if each.status() == psutil.STATUS_ZOMBIE] == []
+    guard.kill()
+    process.kill()
+    process.communicate(timeout=60)
+    assert ended([each.pid for each in started], within_s=10)
+    shutil.rmtree(short)

@@ -86,10 +86,11 @@ def assert_same_bytes(found, expected):
         "qwen3_5",
         "qwen3_5_moe",
         "gemma3",
+        "gemma4",
     ],
 )
 def test_every_tensor_comes_back_in_its_own_dtype(family, rank, tmp_path):
-    seed = {"gpt_oss": 9, "apertus": 1}.get(family, 0)  # by which most are bfloat16
+    seed = {"gpt_oss": 9, "apertus": 1, "gemma4": 3}.get(family, 0)  # by which most are bfloat16
     folder = mix(write_tiny_model(tmp_path / "source", family, num_hidden_layers=3), seed)
     expected = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in expected.values()} == set(DTYPES)

@@ -29,6 +29,9 @@ from tests.support.privileges import without_privileges
 IDS = torch.randint(4, 128, (2, 24), generator=torch.Generator().manual_seed(1))
 FAMILIES = {
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma4ForConditionalGeneration experts": "gemma4",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4",
     "Mistral3ForConditionalGeneration": "mistral",
     "Mistral3ForConditionalGeneration ministral3": "ministral3",
     "LlavaForConditionalGeneration": "llama",

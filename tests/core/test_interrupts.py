@@ -54,6 +54,38 @@ def test_the_first_is_raised_and_the_second_ends_at_once_unless_it_is_the_same()
     assert error == "\nmegarl: SIGINT: ending everything in order (Ctrl-C again: at once)\n"
 
 
+# Takes itself apart in native code, as in Ray's, from which Python's own handlers come back late.
+NATIVE = """
+import ctypes, threading, time
+from megarl.core.interrupts import Interrupts
+system, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+system.pthread_mutex_lock(lock)
+with Interrupts():
+    try:
+        print("up", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("down", flush=True)
+        threading.Timer(1.5, system.pthread_mutex_unlock, [lock]).start()
+        system.pthread_mutex_lock(lock)
+        print("in order", flush=True)
+        system.pthread_mutex_lock(lock)
+"""
+
+
+def test_the_same_one_is_no_second_where_it_is_heard_late_and_a_second_ends_native_code_too() -> None:
+    process = start(NATIVE)
+    assert process.stdout is not None
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "down\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "in order\n"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == -signal.SIGINT
+
+
 def test_a_reader_that_the_same_ctrl_c_has_ended_makes_no_other_error_of_it() -> None:
     process = start(STUBBORN)
     assert process.stdout is not None and process.stderr is not None

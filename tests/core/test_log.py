@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.core.errors import MegarlError
 from megarl.core.log import RunLog, get_logger, setup_logging
 
 SECRET = "s3cret"
@@ -79,3 +80,11 @@ def test_names_stay_under_megarl() -> None:
     assert get_logger("__main__").name == "megarl.__main__"
     assert get_logger("megarlish").name == "megarl.megarlish"
     assert isinstance(get_logger("megarl"), logging.Logger)
+
+
+def test_a_log_on_a_full_disk_takes_no_place_of_the_error_that_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The driver's log has the same disk as the run. It failed once more as it was closed, and that was all that was said."""
+    with pytest.raises(MegarlError, match="what the run says"), setup_logging(Path("/dev/full")):
+        get_logger(__name__).info("two servers up")
+        raise MegarlError("what the run says")
+    assert capsys.readouterr().err == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core import janitor
+from megarl.core.errors import UserError
 from megarl.core.scratch import BOOT, REGISTRY, TMPDIR, Scratch, mark
 
 DRIVER = """
@@ -81,6 +83,32 @@ def test_what_is_left_where_the_janitor_was_killed_too_goes_with_the_next_start(
     finally:
         driver.kill()
         segment.unlink(missing_ok=True)
+
+
+def test_a_folder_that_cannot_be_written_into_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk that is full. It has no mark by which it would be swept, and each further try would leave one more."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(UserError, match="No temporary folder can be made: File too large"):
+            Scratch.open()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_before_there_is_a_janitor_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*words: object, **settings: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(janitor, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Scratch.open()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_process_leaves_none(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from megarl.models.config import ModelConfig
 from megarl.models.hf_config import load_model_config
 from megarl.models.layout_check import layout_problems
 from tests.support.platforms import chosen
-from tests.support.tiny import longrope
+from tests.support.tiny import GEMMA4_EXPERTS, longrope
 
 PLATFORM = chosen()
 LINEAR = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
@@ -61,6 +61,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {"vocab_size": 97}),
     "olmoe": ("olmoe", {"vocab_size": 97}),
     "gemma3": ("gemma3", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "gemma4": ("gemma4", {"layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size": 97}),
+    "gemma4-experts": ("gemma4", GEMMA4_EXPERTS),
 }
 LAYERS = 4
 LAYOUTS: dict[int, list[Layout]] = {

@@ -24,7 +24,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.models.lora_settings import LoraSettings
 from megarl.recipe.roles import Optimizer
 from tests.support.platforms import chosen
-from tests.support.tiny import longrope
+from tests.support.tiny import GEMMA4_EXPERTS, longrope
 from tests.training.samples import examples, shards
 
 PLATFORM = chosen()
@@ -61,6 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_local_experts": 4, "logits_scaling": 1.0},
     ),
     "oss": ("gpt_oss", {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_local_experts": 4}),
+    "layered": ("gemma4", GEMMA4_EXPERTS | {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_experts": 4}),
 }
 # Whose checkpoint a case loads, after the other has written it.
 RELOADED = {"pp full": "sp", "tp": "pp full"}
@@ -79,6 +80,7 @@ def settings_of(model: str) -> LoraSettings:
             "linear": LINEAR,
             "linear in two": LINEAR,
         },  # the latter's experts have none
+        "layered": (*DENSE, *EXPERTS),
         **{"oss": (*DENSE[:2], *EXPERTS), "minimax": (*DENSE[:2], *EXPERTS), "granite": EXPERTS},
     }
     return LoraSettings(rank=4, alpha=6, targets=own[model]) if model in own else SETTINGS
@@ -120,6 +122,7 @@ CASES = {
     "whole norms sp": Case("olmo", Layout(tp=2, sequence_parallel=True, world_size=2)),
     "linear attention sp": Case("linear", Layout(tp=2, sequence_parallel=True, world_size=2)),
     "linear attention in two sp": Case("linear in two", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2)),
+    "layered heads sp": Case("layered", Layout(tp=2, ep=2, sequence_parallel=True, world_size=2)),
     "sandwich sp": Case("gemma", Layout(tp=2, sequence_parallel=True, world_size=2)),
 }
 

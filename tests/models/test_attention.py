@@ -184,3 +184,29 @@ def test_chunks_of_context_parallel_ranks_are_put_in_order() -> None:
     # Two ranks hold 0 3 | 1 2, three hold 0 5 | 1 4 | 2 3.
     assert _chunk_order(2) == [0, 2, 3, 1]
     assert _chunk_order(3) == [0, 2, 4, 5, 3, 1]
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS])
+def test_heads_wider_than_the_kernel_for_shared_ones_are_batches(
+    sinks: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With heads that share keys, of more than 256 elements, CUDA has no kernel but that which holds all products."""
+    random = torch.Generator(torch.get_default_device()).manual_seed(2)
+    query, key, value = (
+        torch.randn((11, heads, 264), generator=random, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    )
+    plain, asked = F.scaled_dot_product_attention, []
+
+    def seen(*tensors: Any, **options: Any) -> Tensor:
+        asked.append(options.get("enable_gqa", False))
+        return plain(*tensors, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
+    output = core(sinks=sinks)(query[:, None], key[:, None], value[:, None])[:, 0]
+    assert asked == [False]
+    expected = by_hand(query, key, value, sinks=sinks)
+    torch.testing.assert_close(output, expected)
+    weights = torch.randn(output.shape, generator=random, dtype=torch.float64)
+    found = torch.autograd.grad((output * weights).sum(), (query, key, value))
+    wanted = torch.autograd.grad((expected * weights).sum(), (query, key, value))
+    torch.testing.assert_close(found, wanted)

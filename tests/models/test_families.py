@@ -138,10 +138,11 @@ def test_the_model_types_are_those_by_which_transformers_chooses() -> None:
         theirs = {kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture}
         # Of Qwen3.5's multimodal config it takes the text part.
         assert theirs - {each.model_type for each in MULTIMODALS.values()} == {family.model_types[0]}
-        # transformers has no Apertus, ERNIE 4.5, GLM, Granite, OLMoE, MiniMax-M2 and Qwen3.5 of experts with one score a
+        # transformers has no Apertus, ERNIE 4.5, Gemma 4, GLM, Granite, OLMoE, MiniMax-M2 and Qwen3.5 of experts with one score a
         # sequence; megarl reads and writes them by the common name.
         own = {
             "apertus": "ApertusForSequenceClassification",
+            "gemma4_text": "Gemma4ForSequenceClassification",
             "ernie4_5": "Ernie4_5ForSequenceClassification",
             "ernie4_5_moe": "Ernie4_5_MoeForSequenceClassification",
             "minimax_m2": "MiniMaxM2ForSequenceClassification",

@@ -28,7 +28,7 @@ from megarl.models.routers import Router
 from megarl.training.parallel import Groups
 from tests.models.parity import LENGTHS, megatron_logits, packed_on, packed_tokens, transformers_logprobs
 from tests.support.platforms import chosen
-from tests.support.tiny import CONFIGS, LLAMA3, longrope, write_tiny_model
+from tests.support.tiny import CONFIGS, GEMMA4_EXPERTS, LLAMA3, longrope, write_tiny_model
 from tests.support.tolerances import Tolerance, tolerance
 
 PLATFORM = chosen()
@@ -173,6 +173,23 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {}),
     ("gemma3", {"sliding_window": 3, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 3}),
     ("gemma3", {"head_dim": 24, "hidden_size": 40, "tie_word_embeddings": False}),
+    ("gemma4", {}),
+    ("gemma4", {"attention_k_eq_v": False, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    ("gemma4", GEMMA4_EXPERTS),
+    ("gemma4", GEMMA4_EXPERTS | {"top_k_experts": 2, "attention_k_eq_v": False}),
+    ("gemma4", {"layer_types": ["full_attention"] * 3, "final_logit_softcapping": None, "hidden_size": 40}),
+    (
+        "gemma4",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_global_key_value_heads": 4,
+            "global_head_dim": 8,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e3, "partial_rotary_factor": 0.6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+            },
+        },
+    ),
 ]
 
 
@@ -233,8 +250,8 @@ def test_packed_logprobs_in_bfloat16_are_near_transformers(family: str, one_rank
 
 @pytest.mark.parametrize(
     ("family", "overrides"),
-    [*((family, {}) for family in CONFIGS), ("phi3", longrope(0.75))],
-    ids=[*CONFIGS, "phi3 with longrope"],
+    [*((family, {}) for family in CONFIGS), ("phi3", longrope(0.75)), ("gemma4", GEMMA4_EXPERTS)],
+    ids=[*CONFIGS, "phi3 with longrope", "gemma4 with experts"],
 )
 def test_gradients_equal_transformers(
     family: str, overrides: dict[str, Any], one_rank: Groups, bounds: Tolerance, tmp_path: Path
@@ -264,7 +281,7 @@ def expected_gradient(theirs: dict[str, Tensor], name: str) -> Tensor | None:
     return gate if kind in ("gate_proj", "w1") else up
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5", "deepseek_v3", "ministral3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5", "deepseek_v3", "ministral3", "gemma3", "gemma4"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputed_activations_give_the_same_gradients(
     family: str, recompute: str, one_rank: Groups, tmp_path: Path
@@ -444,6 +461,7 @@ def test_nothing_is_initialised_but_what_is_cut_is_marked(one_rank: Groups, tmp_
         ("granite", {}, True),
         ("phi3", longrope(0.75), True),
         ("gemma3", {}, False),
+        ("gemma4", {}, False),
         ("gpt_oss", {}, False),
         ("glm4", {}, False),
         ("olmo2", {}, False),

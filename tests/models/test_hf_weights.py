@@ -24,7 +24,7 @@ from megarl.models.hf_weights import Bucket, Value, exact_buffers, global_tensor
 from megarl.models.rules import expected_tensors, rules
 from megarl.training.parallel import Groups
 from tests.support.platforms import chosen
-from tests.support.tiny import write_tiny_model
+from tests.support.tiny import GEMMA4_EXPERTS, write_tiny_model
 
 ONE = Layout()
 CASES = [
@@ -63,6 +63,8 @@ CASES = [
     ("minimax_m2", {}),
     ("olmoe", {}),
     ("gemma3", {}),
+    ("gemma4", {}),
+    ("gemma4", GEMMA4_EXPERTS),
 ]
 
 

@@ -33,6 +33,8 @@ PUBLISHED = {
     "deepseek-ai/DeepSeek-V2": 236,
     "deepseek-ai/DeepSeek-V2-Lite": 15.7,
     "baidu/ERNIE-4.5-21B-A3B-PT": 22,
+    "google/gemma-4-31B-it": 30.7,
+    "google/gemma-4-26B-A4B-it": 25.2,
     "deepseek-ai/DeepSeek-V3": 671.0,
     "openai/gpt-oss-20b": 20.9,
     "openai/gpt-oss-120b": 116.8,
@@ -55,6 +57,7 @@ ACTIVE = {
     "zai-org/GLM-4.5-Air": 12,
     "zai-org/GLM-4.5": 32,
     "zai-org/GLM-4.7-Flash": 3,
+    "google/gemma-4-26B-A4B-it": 3,
     "Qwen/Qwen3.5-35B-A3B": 2,
     "MiniMaxAI/MiniMax-M2": 10,
 }

@@ -13,7 +13,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import read_index
 from megarl.models.rules import LayerSpec, Rule, expected_tensors, rules
 from tests.models.configs import PLAIN
-from tests.support.tiny import write_tiny_model
+from tests.support.tiny import GEMMA4_EXPERTS, write_tiny_model
 
 MOE = Moe(num_experts=2, top_k=1, ffn_hidden_size=3)
 DEEPSEEK = replace(
@@ -70,6 +70,9 @@ DEEPSEEK = replace(
         ("minimax_m2", {}),
         ("olmoe", {}),
         ("gemma3", {}),
+        ("gemma4", {}),
+        ("gemma4", GEMMA4_EXPERTS),
+        ("gemma4", {"attention_k_eq_v": False, "tie_word_embeddings": True}),
     ],
 )
 def test_names_and_shapes_are_those_that_transformers_writes(

@@ -14,7 +14,7 @@ from megarl.core.layout import Layout
 from megarl.models.bootstrap import prepare_megatron
 from megarl.models.hf_config import load_model_config
 from tests.support.platforms import chosen
-from tests.support.tiny import longrope
+from tests.support.tiny import GEMMA4_EXPERTS, longrope
 
 PLATFORM = chosen()
 TP, EP, ETP = Layout(tp=2, world_size=2), Layout(ep=2, world_size=2), Layout(etp=2, world_size=2)
@@ -31,6 +31,9 @@ CASES: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "llama": ("llama", {}, TP),
     "ministral3": ("ministral3", {"num_key_value_heads": 1, "vocab_size": 97}, TP),
     "gemma3": ("gemma3", {}, TP),
+    "gemma4": ("gemma4", {"vocab_size": 97}, TP),
+    "gemma4-experts": ("gemma4", GEMMA4_EXPERTS, EP),
+    "gemma4-own-values": ("gemma4", {"attention_k_eq_v": False, "num_key_value_heads": 1}, TP),
     "deepseek_v3-dense": ("deepseek_v3", {"first_k_dense_replace": 3, "num_hidden_layers": 2}, TP),
     "deepseek_v3": ("deepseek_v3", {"q_lora_rank": None}, EP),
     "apertus": ("apertus", {"num_key_value_heads": 1, "vocab_size": 97}, TP),

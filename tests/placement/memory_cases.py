@@ -86,7 +86,16 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "neighbours rotated": ("glm4", "Glm4", {}),
     "partly rotated": ("glm4_moe", "Glm4Moe", PARTLY_ROTATED),
     "local": ("gemma3", "Gemma3", LOCAL),
+    "layered heads": ("gemma4", "Gemma4", {**LOCAL, "global_head_dim": 32, "num_global_key_value_heads": 2}),
     "norms behind": ("olmo2", "Olmo2", {}),
+    "layered heads, experts": (
+        "gemma4",
+        "Gemma4",
+        {
+            **{**LOCAL, "global_head_dim": 32, "num_global_key_value_heads": 2},
+            **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 96},
+        },
+    ),
     "no positions, norms behind": ("exaone4", "Exaone4", LOCAL),
     "whole norms, experts": (
         "olmoe",

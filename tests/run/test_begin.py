@@ -202,6 +202,18 @@ def test_a_checkpoint_is_read_whole_once_and_another_that_was_committed_meanwhil
     assert found is not None and found.step == 4
 
 
+def test_what_a_kill_within_the_last_save_has_left_is_removed_though_nothing_is_saved_any_more(world: Path) -> None:
+    """It had as many bytes as a checkpoint, and stayed for good."""
+    run(world, "left", "train.steps=2")
+    checkpoints = world / "runs" / "left" / "checkpoints"
+    whole = sorted(path.name for path in checkpoints.iterdir())
+    for name in (".old-step_000001", ".tmp-step_000002"):
+        (checkpoints / name / "actor").mkdir(parents=True)
+    shutil.rmtree(checkpoints.with_name("hf"), ignore_errors=True)
+    run(world, "left", "train.steps=2", resume=True)
+    assert sorted(path.name for path in checkpoints.iterdir()) == whole != []
+
+
 @pytest.mark.parametrize("go_on", [False, True])
 def test_a_run_that_came_and_ended_while_the_inputs_were_looked_at_is_not_begun_anew(
     go_on: bool, world: Path, monkeypatch: pytest.MonkeyPatch

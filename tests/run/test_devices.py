@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,31 @@ def test_a_folder_that_ray_cannot_tell_of(place: Place, tmp_path: Path, monkeypa
     monkeypatch.chdir(folder)
     with pytest.raises(UserError, match=r"called in, '.*caf\\udce9', has a name that is not UTF-8"):
         check_devices(load_recipe(place.recipe, ["cluster.platform=cpu"]).recipe)
+
+
+def test_a_temporary_folder_with_letters_that_ray_does_not_take(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start ended with `'ascii' codec can't encode character`, half a minute later."""
+    recipe = load_recipe(place.recipe, ["cluster.platform=cpu"]).recipe
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/blank and é/megarl-01234567/tmp")
+    check_devices(recipe, here=False)
+    with pytest.raises(UserError, match=r"The temporary folder /tmp/blank and é has letters .* not ASCII.* TMPDIR"):
+        check_devices(recipe)
+
+
+@pytest.mark.parametrize(
+    ("setup", "why"),
+    [
+        ("", "Network is unreachable"),
+        ("ip link set lo up; ip address del 127.0.0.1/8 dev lo;", "Cannot assign requested address"),
+    ],
+    ids=["loopback is down", "IPv6 alone"],
+)
+def test_a_machine_whose_processes_do_not_reach_each_other(place: Place, setup: str, why: str) -> None:
+    """Ray waits for minutes, and says that a file of its own did not come."""
+    code = "import sys; from megarl.run.devices import check_devices; from megarl.recipe.load import load_recipe\n"
+    code += "check_devices(load_recipe(__import__('pathlib').Path(sys.argv[1]), []).recipe)"
+    words = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c", f'{setup} exec "$0" "$@"', sys.executable]
+    done = subprocess.run(
+        [*words, "-c", code, str(place.recipe)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert f"UserError: Processes of this machine do not reach each other at 127.0.0.1 ({why})" in done.stderr

@@ -3,6 +3,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -377,6 +379,16 @@ def test_a_run_is_resumed_only_where_steps_are_left(tmp_path: Path) -> None:
         check_run_folder(tmp_path, 5, resume=True)
     with pytest.raises(UserError, match=r"already holds a run \(checkpoints, hf\)\. .*--resume, or by --continue"):
         check_run_folder(tmp_path, 6, resume=False)
+
+
+def test_a_run_on_a_disk_that_is_full_is_refused_before_it_starts(tmp_path: Path) -> None:
+    """Its small files find room, and a minute later it ended at one of them."""
+    code = "import sys; from pathlib import Path; from megarl.run.preflight import check_run_folder\n"
+    code += "check_run_folder(Path(sys.argv[1]), 5, resume=False)"
+    mounted = 'mount -t tmpfs -o size=64k tmpfs "$1" && exec "$0" -c "$2" "$1/runs/mine"'
+    words = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted, sys.executable]
+    done = subprocess.run([*words, str(tmp_path), code], capture_output=True, text=True, check=False, timeout=120)
+    assert f"runs/mine cannot be made: {tmp_path} is on a disk that is full ({tmp_path}: 0.1 of 0 MB are" in done.stderr
 
 
 def test_a_run_whose_checkpoints_lead_to_where_nothing_can_be_written_is_not_resumed(

@@ -86,6 +86,7 @@ OF_LARGE = ("apart", "shared devices", "offloaded", "kv tokens", *(form for form
 # What comes of the layers themselves: kernels for windows; states in as many copies as the plan counts (placement/states.py).
 SETTLED = {
     "exaone4": {"attention_backend": "triton"},
+    "gemma4": {"attention_backend": "triton"},
     "qwen3_5": {
         "mamba_radix_cache_strategy": "extra_buffer",
         "mamba_full_memory_ratio": StatePool().over_cache,
@@ -173,7 +174,10 @@ def serves_fp8(model: ModelConfig, tp: int) -> bool:
 
 
 def refusal(name: str, form: str) -> str | None:
-    """What SGLang 0.5.21 says where a model cannot have an attention: fa4 has latents on Blackwell alone, and no EXAONE."""
+    """What SGLang 0.5.21 says where a model cannot have an attention: fa4 has latents on Blackwell alone, and no EXAONE; neither
+    it nor fa3 has Gemma 4."""
+    if name == "gemma4" and form.endswith((" on fa3", " on fa4")):
+        return "Gemma4 only supports"
     model = read_model(own_spec(name).model)
     if not form.endswith("on fa4"):
         return None

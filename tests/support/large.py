@@ -2,7 +2,7 @@
 
 Sizes are transformers' own where they are a published model's (SmolLM3-3B, Qwen3.5-9B and 35B-A3B, Qwen3-Next-80B-A3B), and else
 those of OLMoE-1B-7B, EXAONE-4.0-32B, granite-3.1-3b-a800m, Seed-OSS-36B, MiniMax-M2, ERNIE-4.5-0.3B and 21B-A3B, Hunyuan-7B and
-A13B, DeepSeek-V2, and Apertus-8B.
+A13B, DeepSeek-V2, Apertus-8B, and Gemma-4-26B-A4B.
 """
 
 from __future__ import annotations
@@ -35,6 +35,22 @@ SIZES: dict[str, dict[str, Any]] = {
     "apertus": {"intermediate_size": 21504, "num_key_value_heads": 8},
     "ernie4_5": {},
     "ernie4_5_moe": {},
+    "gemma4": {
+        "hidden_size": 2816,
+        "intermediate_size": 2112,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 1024,
+        "max_position_embeddings": 262144,
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+    },
     "hunyuan_v1_dense": {
         "vocab_size": 128167,
         "intermediate_size": 14336,
@@ -110,6 +126,7 @@ LAYOUTS = {
     "apertus": Layout(tp=4, pp=2, sequence_parallel=True, world_size=8),
     "ernie4_5": Layout(tp=2, pp=2, sequence_parallel=True, world_size=4),
     "ernie4_5_moe": Layout(tp=4, pp=2, ep=8, sequence_parallel=True, world_size=16),
+    "gemma4": Layout(tp=4, pp=2, ep=8, sequence_parallel=True, world_size=16),
     "hunyuan_v1_dense": Layout(tp=4, pp=2, sequence_parallel=True, world_size=8),
     "hunyuan_v1_moe": Layout(tp=4, pp=2, ep=8, sequence_parallel=True, world_size=16),
     "deepseek_v2": Layout(tp=4, pp=2, ep=8, sequence_parallel=True, world_size=16),
@@ -124,7 +141,7 @@ LAYOUTS = {
 # Transformer Engine has norms neither behind attention or the rotation nor over all heads, no Gated DeltaNet, and no
 # activation that learns.
 TORCH_ALONE = (
-    *("apertus", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+    *("apertus", "gemma4", "hunyuan_v1_dense", "hunyuan_v1_moe"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "exaone4", "olmoe", "minimax_m2"),
 )
 

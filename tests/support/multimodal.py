@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.tiny import write_tokenizer
+from tests.support.tiny import GEMMA4_EXPERTS, write_tokenizer
 
 QWEN_VISION = {
     "depth": 1,
@@ -17,6 +17,15 @@ QWEN_VISION = {
     "num_heads": 2,
     "intermediate_size": 24,
     "num_position_embeddings": 16,
+}
+GEMMA4: dict[str, Any] = {
+    "pad_token_id": 0,  # transformers wants one
+    "sliding_window": 8,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 3.0,
+    "use_bidirectional_attention": "vision",
 }
 # Architecture, and where it has several the family of the text part -> config class, text part, vision tower.
 TINY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -29,6 +38,24 @@ TINY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
         {"image_size": 28, "patch_size": 14},
+    ),
+    "Gemma4ForConditionalGeneration": (
+        "Gemma4Config",
+        {**GEMMA4, "hidden_size_per_layer_input": 0},
+        {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+    ),
+    "Gemma4ForConditionalGeneration experts": (
+        "Gemma4Config",
+        {**GEMMA4, **GEMMA4_EXPERTS, "hidden_size_per_layer_input": 0},
+        {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+    ),
+    "Gemma4UnifiedForConditionalGeneration": (
+        "Gemma4UnifiedConfig",
+        GEMMA4,
+        {
+            **{"patch_size": 2, "pooling_kernel_size": 2, "mm_posemb_size": 8},
+            **{"mm_embed_dim": 16, "output_proj_dims": 16},
+        },
     ),
     "Mistral3ForConditionalGeneration": (
         "Mistral3Config",
@@ -179,6 +206,9 @@ def write_multimodal(folder: Path, architecture: str, *, tied: bool = False, **s
         for tensor in model.parameters():
             # Norms of one and biases of zero would hide mistakes.
             tensor.normal_(std=0.1) if tensor.dim() > 1 else tensor.add_(torch.randn_like(tensor) * 0.1)
+        for name, tensor in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                tensor.uniform_(0.5, 1.5)
     model.save_pretrained(folder, **saving)
     write_tokenizer(folder)
     return folder
@@ -207,7 +237,10 @@ def newer(name: str) -> str:
     if name.startswith(("vision_tower.", "multi_modal_projector.", "visual.", "image_newline")):
         return f"model.{name}"
     if name.startswith("model.") and not name.startswith(
-        ("model.language_model.", "model.visual.", "model.vision_tower.", "model.multi_modal", "model.image_newline")
+        (
+            *("model.language_model.", "model.visual.", "model.vision_tower.", "model.multi_modal"),
+            *("model.image_newline", "model.embed_vision.", "model.vision_embedder."),
+        )
     ):
         return name.replace("model.", "model.language_model.", 1)
     return name

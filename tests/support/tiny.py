@@ -43,7 +43,14 @@ CONFIGS = {
     "olmoe": "OlmoeConfig",
     "minimax_m2": "MiniMaxM2Config",
     "gemma3": "Gemma3TextConfig",
+    "gemma4": "Gemma4TextConfig",
     "gpt_oss": "GptOssConfig",
+}
+GEMMA4_EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 48,
 }
 ALPHA: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}
 LINEAR: dict[str, Any] = {
@@ -234,6 +241,14 @@ OWN: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "gemma4": {  # all layers but the last with a window, as where no key says
+        "sliding_window": 8,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 0.5,  # so small that it is at work
+    },
 }
 TEMPLATE = (
     "{% if opening is defined %}{{ opening }} {% endif %}"
@@ -315,6 +330,7 @@ def write_tiny_model(
             # Norms of one, biases of zero and routers that send all tokens alike would hide mistakes.
             if name.endswith(
                 (
+                    "router.proj.weight",
                     *("mlp.gate.weight", "shared_expert_gate.weight", "mlp.router.weight", "router.layer.weight"),
                     "gate.wg.weight",
                 )
@@ -326,6 +342,8 @@ def write_tiny_model(
                     tensor[:, ::7] *= 8  # beyond the limits of gate and up
             elif name.endswith("conv1d.weight"):
                 tensor.normal_(std=0.5)  # else the epsilon of the norms behind would be all that counts
+            elif name.endswith("layer_scalar"):
+                tensor.uniform_(0.5, 1.5).copy_(tensor.bfloat16())  # as published ones are
             elif name.endswith("A_log"):
                 tensor.uniform_(-4, 1)  # states that last for some tokens, and for one
             elif (tensor.dim() == 1 and isinstance(tensor, torch.nn.Parameter)) or name.endswith("correction_bias"):

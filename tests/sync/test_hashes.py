@@ -31,7 +31,7 @@ from tests.support.hashes import differing, tensors_in
 from tests.support.platforms import chosen
 from tests.support.served import NEEDS, ON_DEVICES, HfModel
 from tests.support.sglang_held import sums_of
-from tests.support.tiny import longrope, write_tiny_model
+from tests.support.tiny import GEMMA4_EXPERTS, longrope, write_tiny_model
 from tests.sync.hash_ranks import DEVICES, ROWS, Job
 from tests.sync.receiver import Receiver
 
@@ -122,6 +122,8 @@ def write_model(folder: Path, family: str, **overrides: Any) -> Path:
         ("minimax_m2", {"vocab_size": 130}, (2,)),
         ("olmoe", {}, (1,)),
         ("gemma3", {"vocab_size": 130}, (2,)),
+        ("gemma4", {"vocab_size": 130, "num_global_key_value_heads": 2}, (1, 2)),
+        ("gemma4", GEMMA4_EXPERTS | {"vocab_size": 130, "num_global_key_value_heads": 2}, (1, 2)),
         ("gpt_oss", {"vocab_size": 130, "num_key_value_heads": 1}, (2,)),
     ],
 )

@@ -55,6 +55,24 @@ def test_a_vocabulary_is_filled_up_to_64_and_gemmas_is_whole() -> None:
     assert (0, "lm_head.weight") not in held
 
 
+def test_keys_that_are_values_too_stand_in_both_places() -> None:
+    name = "model.layers.2.self_attn."
+    held = {(each.rank, each.name): each for each in held_by(model("gemma4"), 2, pads=False)}
+    # 4 heads of 24, and one of keys for both ranks; in layers with a window, of 16, and two.
+    assert held[1, f"{name}qkv_proj.weight"].pieces == (
+        Piece(f"{name}q_proj.weight", 48, 96),
+        Piece(f"{name}k_proj.weight", 0, 24),
+        Piece(f"{name}k_proj.weight", 0, 24),
+    )
+    name = "model.layers.1.self_attn."
+    assert held[1, f"{name}qkv_proj.weight"].pieces == (
+        Piece(f"{name}q_proj.weight", 32, 64),
+        Piece(f"{name}k_proj.weight", 16, 32),
+        Piece(f"{name}v_proj.weight", 16, 32),
+    )
+    assert held[1, "model.layers.1.layer_scalar"].pieces == (Piece("model.layers.1.layer_scalar", 0, 1),)
+
+
 def test_fewer_heads_than_ranks_are_repeated_or_filled_up() -> None:
     config, name = model("llama", num_key_value_heads=2), "model.layers.0.self_attn."
     repeated = by_name(held_by(config, 4, pads=False))

@@ -24,7 +24,7 @@ from megarl.core.layout import Layout
 from megarl.core.ports import free_port
 from tests.support.forked_ranks import Ranks
 from tests.support.platforms import chosen
-from tests.support.tiny import write_tiny_model
+from tests.support.tiny import GEMMA4_EXPERTS, write_tiny_model
 from tests.support.tolerances import tolerance
 from tests.training.harness import VOCAB
 
@@ -82,6 +82,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts": 4,
             "num_experts_per_tok": 2,
         },
+    ),
+    "layered heads": ("gemma4", {"num_hidden_layers": 2}),
+    "layered heads, experts": (
+        "gemma4",
+        GEMMA4_EXPERTS | {"num_hidden_layers": 2, "num_experts": 4, "top_k_experts": 2},
     ),
     "sinks": ("gpt_oss", {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "critic": ("qwen3", {"num_hidden_layers": 4}),

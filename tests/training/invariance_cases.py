@@ -64,6 +64,8 @@ LAYOUTS: dict[tuple[str, int], list[Sizes]] = {
     ("norms behind rotation", 2): [{"tp": 2, **SP}],
     ("norms behind rotation, experts", 2): [{"tp": 2, **SP, "etp": 2}],
     ("mla, softmax", 2): [{"tp": 2, **SP, "ep": 2}],
+    ("layered heads", 2): [{"tp": 2, **SP}, {"pp": 2}, {"cp": 2}],
+    ("layered heads, experts", 2): [{"tp": 2, **SP, "ep": 2}, {"tp": 2, **SP, "etp": 2}],
     ("sinks", 2): [{"tp": 2, **SP}, {"tp": 2, **SP, "ep": 2}],
     ("linear", 2): [{"tp": 2, **SP}],
     ("linear, experts", 2): [{"tp": 2, **SP, "ep": 2}],

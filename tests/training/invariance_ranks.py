@@ -68,8 +68,8 @@ from tests.training.samples import TOP_K, Example, shards
 
 # Gradients stay whole on each rank, and the weights as they are: the step is far below rounding.
 STANDSTILL = Optimizer(name="sgd", lr=1e-30, clip_grad=1e9)
-# A bias that decides which experts are chosen, and numbers of an activation: no gradient reaches them.
-UNTRAINED = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps")
+# A bias that decides which experts are chosen, and numbers of an activation or behind a layer: no gradient reaches them.
+UNTRAINED = ("e_score_correction_bias", "act_fn.beta", "act_fn.eps", "layer_scalar")
 ADAM = OPTIMIZER.model_copy(update={"eps": ADAM_EPS})
 # What is learned in the place of the policy loss.
 OBJECTIVES: dict[str, Objective] = {
