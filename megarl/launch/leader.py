@@ -43,6 +43,8 @@ SRUN = ("srun", "--export=ALL", *STEP)
 # srun's variables for what tasks read and print, as a user's profile may set them: nodes are heard by their lines alone.
 OF_LINES = ("SLURM_LABELIO", "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_STDERRMODE")
 CLOSE_S = 20.0  # longest orderly end of the nodes
+# Who its guard is told of (serving/guarded.py): a request to stop that comes early is held back for the driver.
+LEADER_VARIABLE = "MEGARL_LEADER_PID"
 REQUEUE_S = 60.0  # longest wait for SLURM to queue a job again, and then to end it
 
 Source = Literal["node", "nodes ended", "driver ended", "signal"]
@@ -257,7 +259,8 @@ class Leader:
         """Run the driver to its end; returns its exit code as a shell says it."""
         environment = {**os.environ, RAY_ADDRESS_VARIABLE: self._head, RAY_NODES_VARIABLE: str(len(nodes.names))}
         environment |= {AGAIN_VARIABLE: "1"} if self._allocation.restart else {}
-        command = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *self._plan.driver]
+        environment[LEADER_VARIABLE] = str(os.getpid())
+        command = [sys.executable, "-I", "-S", str(GUARD), LEADER_VARIABLE, *self._plan.driver]
         with held_back():
             driver = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         threading.Thread(target=lambda: self._events.put(("driver ended", driver.wait(), None)), daemon=True).start()

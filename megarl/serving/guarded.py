@@ -14,7 +14,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """`guarded.py PARENT COMMAND...`. PARENT: its pid, or the variable that has it, as Ray's raylet tells its agents."""
+    """`guarded.py PARENT COMMAND...`. PARENT: its pid, or the variable that has it: then signals that are held back stay so."""
     parent, *command = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

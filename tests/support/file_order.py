@@ -42,6 +42,7 @@ LONGEST = (
     "tests/cuda_paths/test_layers.py",
     "tests/recipe/test_algorithm_keys.py",
     "tests/training/test_pretend_device.py",
+    "tests/placement/test_memory.py",
     "tests/sync/test_disk.py",
     "tests/rollout/test_resumed.py",
     "tests/rollout/test_simulated_runs.py",
