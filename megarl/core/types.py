@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -50,6 +51,18 @@ class VersionSpan(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Image:
+    """An image of a row, where it is, and the size at which it comes to the model; it is read when it is asked for.
+
+    source: a file, or the bytes of one as the row has them. width, height: in pixels, whole squares (models/vision.Vision).
+    """
+
+    source: Path | bytes = field(repr=False)
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One row of data, tokenised. `id` is stable between runs: `<file name>:<row number>`."""
 
@@ -59,6 +72,7 @@ class Prompt:
     answer: str | list[Any] | dict[str, Any]  # as of data/answers.Answer
     metadata: dict[str, Any] = field(default_factory=dict)
     max_response_tokens: int | None = None  # a bound of its own, beside the recipe's
+    images: tuple[Image, ...] = ()  # in the order in which their tokens stand in token_ids
 
 
 @dataclass
@@ -143,6 +157,9 @@ class MicroBatch:
     # [S // 2] where sequences 2i and 2i + 1 are the chosen and the rejected one of a pair: how far the first shall be ahead.
     margins: FloatArray | None = None
     desirable: FloatArray | None = None  # [S], 1 where a labelled answer is desirable, 0 where it is not
+    # [S], of each sequence its images in the order of their tokens: PNG files, RGB, of a size that is the model's; None where
+    # no sequence has any.
+    images: tuple[tuple[bytes, ...], ...] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -190,6 +207,7 @@ class Block:
     first_turns: tuple[int, ...] | None = None
     # [n]: positions of a record at which another sequence of the same sample begins; None where none has any.
     starts: tuple[tuple[int, ...], ...] | None = None
+    images: tuple[tuple[bytes, ...], ...] | None = None  # [n], see MicroBatch; samples of one prompt share the bytes
 
     @property
     def records(self) -> list[Record]:

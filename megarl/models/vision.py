@@ -1,0 +1,145 @@
+"""What megarl needs to know of how a model sees images: tokens, sizes, positions. Without torch, and without any image library.
+
+An image comes to a model at a size of whole squares, which become one token each. Sizes as Qwen2-VL has them (arXiv 2409.12191,
+2.1); positions on three axes as the same paper has them (M-RoPE).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.core.errors import UserError
+from megarl.core.json_file import read_object
+from megarl.models.hf_fields import Fields
+
+PREPROCESSOR = "preprocessor_config.json"
+LONGEST_SIDE = 200  # of the shorter: what is narrower is no image for these models
+
+# What a file of a PNG image begins with, and where its header says how large it is (RFC 2083, 4.1.1).
+PNG_BEGIN = b"\x89PNG\r\n\x1a\n"
+_WIDTH, _HEIGHT = slice(16, 20), slice(20, 24)
+
+# Of transformers' Qwen2VLImageProcessor, where the file leaves them open.
+_LEAST_PIXELS, _MOST_PIXELS = 56 * 56, 28 * 28 * 1280
+
+
+@dataclass(frozen=True)
+class Vision:
+    """A model's images.
+
+    image_token: stands for one square of an image, between start_token and end_token. square: pixels of its side. least_pixels,
+    most_pixels: of an image, which is made larger or smaller until it has as many. axes: of a head's frequencies, how many turn
+    by a token's place in time, by its row, and by its column. interleaved: these take turns, as far as they go. deepstack: how
+    many of the first layers add what the tower saw earlier to the hidden states of images (Qwen3-VL).
+    """
+
+    image_token: int
+    start_token: int
+    end_token: int
+    square: int
+    least_pixels: int
+    most_pixels: int
+    axes: tuple[int, int, int]
+    interleaved: bool = False
+    deepstack: int = 0
+
+    def fitted(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height at which an image of this size comes to the model. Raises ValueError for one that is too narrow."""
+        if min(width, height) < 1 or max(width, height) > LONGEST_SIDE * min(width, height):
+            raise ValueError(
+                f"{width} x {height} pixels: the longer side is more than {LONGEST_SIDE} times the shorter one"
+            )
+        sides = tuple(round(side / self.square) * self.square for side in (width, height))
+        if math.prod(sides) > self.most_pixels:
+            shrink = math.sqrt(width * height / self.most_pixels)
+            sides = tuple(max(1, math.floor(side / shrink / self.square)) * self.square for side in (width, height))
+        elif math.prod(sides) < self.least_pixels:
+            grow = math.sqrt(self.least_pixels / (width * height))
+            sides = tuple(math.ceil(side * grow / self.square) * self.square for side in (width, height))
+        return sides[0], sides[1]
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Image tokens of an image that has been fitted."""
+        return (width // self.square) * (height // self.square)
+
+    def positions(self, tokens: NDArray[np.integer[Any]], sizes: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+        """Of one sequence, each token's place in time, row and column: [3, L].
+
+        tokens: [L]. sizes: width and height of its fitted images, in their order. A text's token is one further than all before
+        it on every axis; an image's squares have the place behind that on the first axis, and count rows and columns from there.
+        Raises ValueError where tokens and sizes do not agree.
+        """
+        found = np.empty((3, len(tokens)), np.int64)
+        left, place, token = list(sizes), 0, 0
+        is_image = np.asarray(tokens) == self.image_token
+        while token < len(tokens):
+            if not is_image[token]:
+                behind = int(np.argmax(is_image[token:])) or len(tokens) - token
+                found[:, token : token + behind] = np.arange(place, place + behind)
+                place, token = place + behind, token + behind
+                continue
+            if not left:
+                raise ValueError("the tokens have more images than there are sizes")
+            width, height = left.pop(0)
+            columns, rows = width // self.square, height // self.square
+            end = token + columns * rows
+            if end > len(tokens) or not is_image[token:end].all():
+                raise ValueError(f"an image of {width} x {height} has {columns * rows} tokens, and fewer are there")
+            squares = np.arange(columns * rows)
+            found[:, token:end] = place + np.stack([np.zeros_like(squares), squares // columns, squares % columns])
+            place, token = place + max(columns, rows), end
+        if left:
+            raise ValueError("there are more sizes than the tokens have images")
+        return found
+
+
+def png_size(data: bytes) -> tuple[int, int]:
+    """Width and height of a PNG, by its header. Raises ValueError for what is none."""
+    if not data.startswith(PNG_BEGIN) or len(data) < _HEIGHT.stop:
+        raise ValueError("this is no PNG")
+    return int.from_bytes(data[_WIDTH]), int.from_bytes(data[_HEIGHT])
+
+
+def parse_vision(raw: Mapping[str, Any], path: Path, processor: Mapping[str, Any]) -> Vision:
+    """Of a multimodal config.json's content, and that of preprocessor_config.json. Raises UserError."""
+    fields = Fields(raw, path)
+    tower, text = fields.part("vision_config"), fields.part("text_config")
+    rope_of = text if text.raw else fields  # older folders have the text's keys in the whole
+    rope = rope_of.part(rope_of.first(("rope_parameters", "rope_scaling")))
+    axes = rope.counts("mrope_section")
+    if len(axes) != 3:
+        rope.refuse("mrope_section", axes, "three counts of frequencies are wanted")
+    said = Fields(processor, path.with_name(PREPROCESSOR))
+    size = said.part("size")
+    merge = tower.count("spatial_merge_size", 2)
+    return Vision(
+        image_token=fields.count("image_token_id", least=0),
+        start_token=fields.count("vision_start_token_id", least=0),
+        end_token=fields.count("vision_end_token_id", least=0),
+        square=tower.count("patch_size", 14) * merge,
+        least_pixels=said.count("min_pixels", size.count("shortest_edge", _LEAST_PIXELS)),
+        most_pixels=said.count("max_pixels", size.count("longest_edge", _MOST_PIXELS)),
+        axes=(axes[0], axes[1], axes[2]),
+        interleaved=rope.flag("mrope_interleaved", False),
+        deepstack=len(tower.counts("deepstack_visual_indexes")),
+    )
+
+
+def load_vision(folder: Path) -> Vision:
+    """Of a multimodal HF folder. Raises UserError."""
+    path = folder / "config.json"
+    raw = read_object(path, "Export the model again.")
+    if not (folder / PREPROCESSOR).is_file():
+        raise UserError(
+            f"{folder} has no {PREPROCESSOR}, which says at which size images come to the model. Copy it there."
+        )
+    return parse_vision(
+        raw, path, read_object(folder / PREPROCESSOR, "Copy it again from where the model was published.")
+    )
