@@ -22,6 +22,7 @@ from megarl.models.layer_spec import set_latent_eps, stage_spec, uses_transforme
 from megarl.models.packed import give_host_bounds
 from megarl.models.rope import logit_factor, magnitude
 from megarl.models.rotary import make_rotary, scale_by_position, scales_queries, scales_rotation
+from megarl.models.seen import show_images
 from megarl.models.xielu import Xielu
 
 ACTIVATIONS = {
@@ -91,7 +92,8 @@ def transformer_config(
         bias_dropout_fusion=fused,
         bias_activation_fusion=fused_activation,
         # Megatron 0.16.1 tells the kernel for packed sequences nothing of neighbours: it would rotate halves.
-        apply_rope_fusion=fused and config.mla is None and not config.interleaved_rope,
+        # And it knows no positions of a token's own.
+        apply_rope_fusion=fused and config.mla is None and not config.interleaved_rope and config.vision is None,
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
         **_attention(config),
@@ -254,6 +256,7 @@ def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection
     rotary = make_rotary(config, groups.cp, platform.device)
     if config.mla is None:
         chunk.rotary_pos_emb = rotary
+        show_images(chunk, config.vision, rotary.under_way)
     else:
         for layer in chunk.decoder.layers:
             layer.self_attention.rotary_pos_emb = rotary

@@ -8,15 +8,20 @@ from typing import Any
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megarl.models.seen import Seen
+
 
 @dataclass
 class PackedBounds(PackedSeqParams):  # type: ignore[misc]
-    """host_bounds: [S + 1] int32, the bounds in the host's memory; None where only the device has them."""
+    """host_bounds: [S + 1] int32, the bounds in the host's memory; None where only the device has them. seen: images."""
 
     host_bounds: Tensor | None = None
+    seen: Seen | None = None
 
 
-def packed_params(cu_seqlens: Tensor, cp: int = 1, host_bounds: Tensor | None = None) -> PackedBounds:
+def packed_params(
+    cu_seqlens: Tensor, cp: int = 1, host_bounds: Tensor | None = None, seen: Seen | None = None
+) -> PackedBounds:
     """Sequences packed end to end.
 
     cu_seqlens: [S + 1] int32, from 0 to T. cp: ranks of each. host_bounds: the same on the host, for who has them: to look at a
@@ -35,6 +40,7 @@ def packed_params(cu_seqlens: Tensor, cp: int = 1, host_bounds: Tensor | None = 
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         host_bounds=host_bounds,
+        seen=seen,
     )
 
 

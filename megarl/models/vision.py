@@ -69,6 +69,28 @@ class Vision:
         """Image tokens of an image that has been fitted."""
         return (width // self.square) * (height // self.square)
 
+    def squares(self, tokens: NDArray[np.integer[Any]], sizes: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+        """Which tokens of one sequence are its images': [L]. Image tokens behind these a model has written, and they are text.
+
+        tokens: [L]. sizes: width and height of its fitted images. Raises ValueError where there are fewer tokens.
+        """
+        is_image = np.asarray(tokens) == self.image_token
+        wanted = sum(self.num_tokens(*size) for size in sizes)
+        if is_image.sum() < wanted:
+            raise ValueError(f"{is_image.sum()} image tokens are there, and the images have {wanted}")
+        found: NDArray[np.bool_] = is_image & (np.cumsum(is_image) <= wanted)
+        return found
+
+    def turned_by(self, count: int) -> list[int]:
+        """By which axis each of a head's frequencies turns: 0 is time, 1 the row, 2 the column. count: of its frequencies."""
+        if not self.interleaved:
+            return [axis for axis, share in enumerate(self.axes) for _ in range(share)]
+        found = [0] * count
+        for axis in (1, 2):
+            for frequency in range(axis, 3 * self.axes[axis], 3):
+                found[frequency] = axis
+        return found
+
     def positions(self, tokens: NDArray[np.integer[Any]], sizes: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
         """Of one sequence, each token's place in time, row and column: [3, L].
 
@@ -78,15 +100,13 @@ class Vision:
         """
         found = np.empty((3, len(tokens)), np.int64)
         left, place, token = list(sizes), 0, 0
-        is_image = np.asarray(tokens) == self.image_token
+        is_image = self.squares(tokens, sizes)
         while token < len(tokens):
             if not is_image[token]:
                 behind = int(np.argmax(is_image[token:])) or len(tokens) - token
                 found[:, token : token + behind] = np.arange(place, place + behind)
                 place, token = place + behind, token + behind
                 continue
-            if not left:
-                raise ValueError("the tokens have more images than there are sizes")
             width, height = left.pop(0)
             columns, rows = width // self.square, height // self.square
             end = token + columns * rows
@@ -95,8 +115,6 @@ class Vision:
             squares = np.arange(columns * rows)
             found[:, token:end] = place + np.stack([np.zeros_like(squares), squares // columns, squares % columns])
             place, token = place + max(columns, rows), end
-        if left:
-            raise ValueError("there are more sizes than the tokens have images")
         return found
 
 
