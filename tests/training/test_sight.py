@@ -2,37 +2,165 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from torch import Tensor
 
+from megarl.convert.text_part import text_part
+from megarl.core.errors import MegarlError
+from megarl.core.ports import free_port
+from megarl.core.types import MiniBatch, Shard
 from megarl.models.hf_config import load_model_config
+from megarl.models.vision import Vision
 from megarl.training.rank import Rank
+from tests.support.forked_ranks import Ranks
 from tests.support.tolerances import Tolerance
-from tests.support.vision import QWEN2_5, QWEN3, write_tiny_vision_model
-from tests.training.seeing import pictured_shards, reference, seeing_spec, some_pictured
+from tests.support.vision import QWEN2_5, QWEN3, png, write_tiny_vision_model
+from tests.training.seeing import Pictured, pictured_shards, reference, seeing_spec, some_pictured
+from tests.training.seeing_ranks import CASES, MICRO_BATCHES
+
+ARCHITECTURES = [QWEN2_5, QWEN3]
+Reference = tuple[list[Tensor], dict[str, Tensor]]
 
 
-@pytest.fixture(scope="module", params=[QWEN2_5, QWEN3])
-def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of either architecture."""
-    return write_tiny_vision_model(tmp_path_factory.mktemp("seeing") / "model", request.param)
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model of each architecture."""
+    root = tmp_path_factory.mktemp("seeing")
+    return {name: write_tiny_vision_model(root / name, name) for name in ARCHITECTURES}
 
 
-def test_logprobs_and_gradients_equal_transformers(rank: Rank, seeing: Path, bounds: Tolerance) -> None:
-    vision = load_model_config(seeing).vision
+@pytest.fixture(scope="module")
+def references(folders: dict[str, Path]) -> dict[str, Reference]:
+    """What transformers computes of each."""
+    return {
+        name: reference(folder, seen_by(folder), some_pictured(seen_by(folder))) for name, folder in folders.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def measured(folders: dict[str, Path], ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where ranks of several layouts have left what they computed."""
+    target = tmp_path_factory.mktemp("measured")
+    for size in sorted({layout.world_size for layout, _ in CASES.values()}):
+        words = (size, free_port("127.0.0.1"), target, *folders.values())
+        assert ranks.run("tests.training.seeing_ranks", size, *words, log=target / f"ranks{size}.log") == ""
+    return target
+
+
+def seen_by(folder: Path) -> Vision:
+    vision = load_model_config(folder).vision
     assert vision is not None
-    made = some_pictured(vision)
-    logprobs, gradients = reference(seeing, vision, made)
-    rank.build("actor", seeing_spec(seeing))
-    [shard] = pictured_shards(made)
-    [[column]] = rank.logprobs("actor", shard)
+    return vision
+
+
+def assert_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], bounds: Tolerance) -> None:
+    assert found.keys() == expected.keys()
+    apart = {name: (found[name] - expected[name]).abs().max() / expected[name].abs().max() for name in found}
+    assert {name: each for name, each in apart.items() if not each < bounds.gradient} == {}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logprobs_and_gradients_equal_transformers(
+    rank: Rank, folders: dict[str, Path], references: dict[str, Reference], architecture: str, bounds: Tolerance
+) -> None:
+    """Those of words in a sequence with images, too, and not only near them: none depends on another's images."""
+    folder, (logprobs, gradients) = folders[architecture], references[architecture]
+    rank.build("actor", seeing_spec(folder))
+    [shard] = pictured_shards(some_pictured(seen_by(folder)))
+    [[column]] = rank.logprobs("actor", shard) or []
     assert np.abs(column - torch.cat(logprobs).numpy()).max() < bounds.logprob
     rank.update("actor", shard, {})
-    found = {name: tensor for bucket in rank.engine("actor").gradients(1 << 16) for name, tensor in bucket}
-    assert found.keys() == gradients.keys()
-    for name, tensor in found.items():
-        expected = gradients[name]
-        assert (tensor - expected).abs().max() < bounds.gradient * expected.abs().max(), name
+    found = {name: tensor.cpu() for bucket in rank.engine("actor").gradients(1 << 16) for name, tensor in bucket}
+    assert_gradients(found, gradients, bounds)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_layout_computes_what_transformers_does(
+    measured: Path, references: dict[str, Reference], architecture: str, case: str, bounds: Tolerance
+) -> None:
+    found = torch.load(measured / f"{architecture} {case}.pt", weights_only=False)
+    logprobs, gradients = references[architecture]
+    dp = CASES[case][0].dp
+    expected = [[[*logprobs[index::dp][first::MICRO_BATCHES]] for first in range(MICRO_BATCHES)] for index in range(dp)]
+    for [columns], cuts in zip(found["logprobs"], expected, strict=True):
+        for column, cut in zip(columns, cuts, strict=True):
+            assert np.abs(column - torch.cat(cut).numpy()).max() < bounds.logprob
+    assert_gradients(found["gradients"], gradients, bounds)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_text_alone_is_what_the_family_makes_of_it_to_the_bit(
+    rank: Rank, folders: dict[str, Path], architecture: str, tmp_path: Path
+) -> None:
+    folder = folders[architecture]
+    text_part(folder, tmp_path / "text", force=False, console=Console(quiet=True))
+    words = [replace(each, images=()) for each in some_pictured(seen_by(folder))]
+    for each in words:
+        each.example.tokens[each.example.tokens >= 80] = 7
+    [shard] = pictured_shards(words)
+    rank.build("actor", seeing_spec(folder))
+    rank.build("family", seeing_spec(tmp_path / "text"))
+    [[seeing]], [[family]] = (rank.logprobs(role, shard) or [] for role in ("actor", "family"))
+    assert np.array_equal(seeing, family)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_images_are_looked_at_again_after_the_role_was_offloaded(
+    rank: Rank, folders: dict[str, Path], architecture: str
+) -> None:
+    rank.build("actor", seeing_spec(folders[architecture], offload=("params", "grads", "optimizer")))
+    [shard] = pictured_shards(some_pictured(seen_by(folders[architecture])))
+    first, again = (rank.logprobs("actor", shard) for _ in range(2))
+    assert first is not None and again is not None
+    assert np.array_equal(first[0][0], again[0][0])
+
+
+def with_images(shard: Shard, images: tuple[tuple[bytes, ...], ...]) -> Shard:
+    [[micro]] = [mini.micro_batches for mini in shard.mini_batches]
+    return Shard((MiniBatch((replace(micro, images=images),)),))
+
+
+def images_of(made: list[Pictured]) -> list[tuple[bytes, ...]]:
+    return [each.images for each in made]
+
+
+def test_other_pixels_are_other_logprobs(rank: Rank, folders: dict[str, Path]) -> None:
+    """Of the sequence that has the image, behind it; everything else stays to the bit."""
+    folder = folders[QWEN3]
+    rank.build("actor", seeing_spec(folder))
+    made = some_pictured(seen_by(folder))
+    [shard] = pictured_shards(made)
+    images = images_of(made)
+    images[3] = (png(4 * 32, 2 * 32, seed=99),)
+    [[before]], [[after]] = (rank.logprobs("actor", each) or [] for each in (shard, with_images(shard, tuple(images))))
+    behind = len(before) - 11 - 1
+    assert np.array_equal(before[: -len(made[3].example.tokens)], after[: -len(made[3].example.tokens)])
+    assert np.abs(before - after)[behind:].max() > 0.01
+
+
+def test_images_that_are_not_those_of_the_tokens_are_refused(
+    rank: Rank, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = folders[QWEN2_5]
+    rank.build("actor", seeing_spec(folder))
+    made = some_pictured(seen_by(folder))
+    [shard] = pictured_shards(made)
+    images = images_of(made)
+    with pytest.raises(
+        MegarlError, match=r"Sequence 0 .* do not agree: 9 image tokens are there, and the images have 15"
+    ):
+        rank.logprobs("actor", with_images(shard, ((*images[0], png(84, 56)), *images[1:])))
+    with pytest.raises(MegarlError, match=r"Sequence 3 .* do not agree: this is no PNG"):
+        rank.logprobs("actor", with_images(shard, (*images[:3], (b"GIF89a",))))
+    text_part(folder, tmp_path / "text", force=False, console=Console(quiet=True))
+    rank.build("family", seeing_spec(tmp_path / "text"))
+    with pytest.raises(MegarlError, match="has images, and the model sees none"):
+        rank.logprobs("family", shard)
