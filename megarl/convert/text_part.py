@@ -21,7 +21,6 @@ from megarl.convert.job import Message
 from megarl.convert.processes import folder_bytes
 from megarl.convert.progress import ConversionProgress
 from megarl.convert.target import Target, apart, check_target, explained, followed, open_target
-from megarl.convert.tensor_copy import Wrote, unstacked, write_replaced, write_tensors
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
@@ -46,6 +45,7 @@ from megarl.models.hf_header import BITS
 from megarl.models.hf_stacked import stacked
 from megarl.models.multimodal import Multimodal, read_multimodal, text_names
 from megarl.models.rules import expected_tensors
+from megarl.models.tensor_copy import Wrote, unstacked, write_replaced, write_tensors
 from megarl.models.text_config import text_config
 
 CONFIG = "config.json"

@@ -184,10 +184,11 @@ def names_of_text(index: Iterable[str], folder: Path) -> dict[str, str]:
 
 
 def tower_index(folder: Path) -> dict[str, TensorInfo]:
-    """Of a multimodal folder all that is not of the text part. Raises UserError."""
+    """Of a multimodal folder all that is not of the text part; wide dtypes first, as in a file. Raises UserError."""
     index = read_index(folder)
     text = set(names_of_text(index, folder).values())
-    return {name: info for name, info in index.items() if name not in text}
+    found = {name: info for name, info in index.items() if name not in text}
+    return dict(sorted(found.items(), key=lambda each: -BITS[each[1].dtype]))
 
 
 def check_index(

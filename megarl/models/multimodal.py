@@ -107,6 +107,14 @@ def read_multimodal(fields: Fields) -> Multimodal:
     return found
 
 
+def whole_name(text: str, *, newer: bool) -> str:
+    """What a tensor of the text part is called in a folder of a model that megarl trains with images.
+
+    newer: as transformers' modules are called since its version 5, not as Qwen2.5-VL is published.
+    """
+    return f"model.language_model.{text.removeprefix('model.')}" if newer and text.startswith("model.") else text
+
+
 def sees(architectures: Iterable[str]) -> bool:
     """Whether a config.json names a model that megarl trains with images."""
     return any(name in MULTIMODALS and MULTIMODALS[name].sees for name in architectures)

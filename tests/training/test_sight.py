@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.convert.text_part import text_part
@@ -17,11 +18,14 @@ from megarl.core.errors import MegarlError
 from megarl.core.ports import free_port
 from megarl.core.types import MiniBatch, Shard
 from megarl.models.hf_config import load_model_config
+from megarl.models.hf_files import tower_index
 from megarl.models.vision import Vision
+from megarl.training.manifest import HF_FOLDER
 from megarl.training.rank import Rank
 from tests.support.forked_ranks import Ranks
 from tests.support.tolerances import Tolerance
 from tests.support.vision import QWEN2_5, QWEN3, png, write_tiny_vision_model
+from tests.training.harness import OPTIMIZER
 from tests.training.seeing import Pictured, pictured_shards, reference, seeing_spec, some_pictured
 from tests.training.seeing_ranks import CASES, MICRO_BATCHES
 
@@ -94,6 +98,57 @@ def test_every_layout_computes_what_transformers_does(
         for column, cut in zip(columns, cuts, strict=True):
             assert np.abs(column - torch.cat(cut).numpy()).max() < bounds.logprob
     assert_gradients(found["gradients"], gradients, bounds)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_was_trained_and_written_is_what_transformers_loads(
+    rank: Rank, folders: dict[str, Path], architecture: str, tmp_path: Path, bounds: Tolerance
+) -> None:
+    """Under the names of the folder that it came from, with the tower as it was; and megarl reads it again."""
+    folder, target = folders[architecture], tmp_path / "written"
+    vision = seen_by(folder)
+    made = some_pictured(vision)
+    rank.build("actor", replace(seeing_spec(folder), optimizer=OPTIMIZER))
+    [shard] = pictured_shards(made)
+    rank.update("actor", shard, {})
+    [[column]] = rank.logprobs("actor", shard) or []
+    rank.export_hf("actor", folder, target)
+    assert np.abs(column - torch.cat(reference(target, vision, made)[0]).numpy()).max() < bounds.logprob
+    before, after = stored(folder), stored(target)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and not {name for name in changed if "visual." in name}
+    assert changed >= {name for name in before if name.endswith(("q_proj.weight", "down_proj.weight"))} - set(
+        tower_index(folder)
+    )
+    assert load_model_config(target) == load_model_config(folder)
+    rank.build("again", seeing_spec(target))
+    [[again]] = rank.logprobs("again", shard) or []
+    assert np.array_equal(column, again)
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_checkpoint_is_read_again_and_has_the_tower(
+    rank: Rank, folders: dict[str, Path], architecture: str, tmp_path: Path
+) -> None:
+    folder = folders[architecture]
+    spec = replace(seeing_spec(folder), optimizer=OPTIMIZER)
+    rank.build("actor", spec)
+    [shard] = pictured_shards(some_pictured(seen_by(folder)))
+    rank.update("actor", shard, {})
+    rank.save("actor", tmp_path)
+    [[column]] = rank.logprobs("actor", shard) or []
+    rank.build("actor", spec)
+    rank.load("actor", tmp_path)
+    [[again]] = rank.logprobs("actor", shard) or []
+    assert np.array_equal(column, again)
+    tower = stored(tmp_path / HF_FOLDER)
+    assert tower and tower.keys() == tower_index(folder).keys()
+    assert all(torch.equal(stored(folder)[name], tensor) for name, tensor in tower.items())
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
