@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 WANTED = 'wanted is a path (relative to the rows), a data URL, base64, bytes, or an object {"bytes": ..., "path": ...}'
 SHORTEST_BASE64 = 64  # characters: no image is so small
+MOST_FITS = 32
 SHOWN = 80  # characters of a path in an error
 
 
@@ -117,9 +118,21 @@ def _image(given: object, folder: Path, where: str, sight: Sight) -> Image:
     except Exception as error:  # as of `png`
         raise _unreadable(source, where, error) from error
     try:
-        return Image(source, *sight.fitted(width, height))
+        return Image(source, *_settled(width, height, sight))
     except ValueError as error:
         raise UserError(f"{where}: {error}. Cut the image, or leave the row out.") from error
+
+
+def _settled(width: int, height: int, sight: Sight) -> tuple[int, int]:
+    """The size at which a server leaves it: a long narrow image is above the model's bounds where it was made smaller once."""
+    size = sight.fitted(width, height)
+    for _ in range(MOST_FITS):
+        if (again := sight.fitted(*size)) == size:
+            return size
+        size = again
+    raise ValueError(
+        f"{width} x {height} pixels have no size between the bounds of the model, nor of data.max_image_pixels"
+    )
 
 
 def _opened(source: Path | bytes) -> PIL.Image.Image:
@@ -179,10 +192,12 @@ def _unreadable(source: Path | bytes, where: str, error: Exception) -> UserError
         return UserError(f"{where}: there is no file {what}.{hint} Correct the path, or leave the row out; {WANTED}.")
     if isinstance(error, OSError) and error.strerror:
         return UserError(f"{where}: {what} cannot be read: {error.strerror}. Mend it, or leave the row out.")
-    reason = shortened(" ".join(str(error).split()), 2 * SHOWN)
+    reason = f" ({type(error).__name__}: {shortened(' '.join(str(error).split()), 2 * SHOWN)})"
+    if isinstance(error, PIL.UnidentifiedImageError):  # which names an object of ours
+        reason = ""
     return UserError(
-        f"{where}: {what} cannot be decoded as an image ({type(error).__name__}: {reason}). Formats are "
-        f"{', '.join(FORMATS)}. Write the image again, or leave the row out."
+        f"{where}: {what} cannot be decoded as an image{reason}. Formats are {', '.join(FORMATS)}. Write it "
+        "again, or leave the row out."
     )
 
 

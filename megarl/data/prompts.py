@@ -109,7 +109,7 @@ def parse_row(
     looked at. parts: messages may have places of images all the same.
     """
     prompt = row.get(data.prompt_key, "the prompt, data.prompt_key")
-    if parts or sight is not None:
+    if parts or (sight is not None and data.images_key is not None):
         prompt = as_text(prompt, f"{row.where}, field {data.prompt_key!r}")
     if isinstance(prompt, str):
         if not prompt.strip():
@@ -160,7 +160,6 @@ def load_prompts(
     """
     prompts: list[Prompt] = []
     num_dropped, hidden = 0, special_texts(tokenizer)
-    sight = sight if data.images_key is not None else None
     for parsed, ids, text in _tokenised(path, tokenizer, data, answered=answered, sight=sight):
         if len(ids) == 0:
             raise UserError(f"{parsed.row.where}, field {data.prompt_key!r}: the prompt has no tokens.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,20 +98,6 @@ class Vision:
         if left:
             raise ValueError("there are more sizes than the tokens have images")
         return found
-
-
-def within(vision: Vision | None, most_pixels: int | None) -> Vision | None:
-    """The same with images of no more than so many pixels, by the recipe's data.max_image_pixels. Raises UserError."""
-    if most_pixels is None:
-        return vision
-    if vision is None:
-        raise UserError("data.max_image_pixels: the model sees no images. Remove the key, or name a model that does.")
-    if most_pixels < vision.least_pixels:
-        raise UserError(
-            f"data.max_image_pixels {most_pixels}: no image comes to the model with less than {vision.least_pixels} pixels. Set "
-            "it to at least that, or remove the key."
-        )
-    return replace(vision, most_pixels=min(vision.most_pixels, most_pixels))
 
 
 def png_size(data: bytes) -> tuple[int, int]:

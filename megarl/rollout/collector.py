@@ -21,7 +21,7 @@ from megarl.core.types import Block, FloatArray, Prompt, Sample, Status, TokenAr
 from megarl.data.chat import Tokenizer, load_tokenizer
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.models.hf_config import load_model_config
-from megarl.models.vision import within
+from megarl.models.sight import sight_of
 from megarl.recipe.schema import Recipe
 from megarl.recipe.scoring import served_columns
 from megarl.rewards.combine import Graders
@@ -126,7 +126,7 @@ class Collector:
         Raises UserError where the data cannot be used.
         """
         tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
-        sight = within(load_model_config(recipe.model.path).vision, recipe.data.max_image_pixels)
+        sight = sight_of(load_model_config(recipe.model.path), recipe.data)
         load = partial(load_prompts, tokenizer=tokenizer, data=recipe.data, answered=recipe.agent is None, sight=sight)
         held_out: Sequence[Prompt] = ()
         if recipe.data.eval is not None:

@@ -12,7 +12,7 @@ from megarl.core.types import Block, FloatArray, Sample
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.models.hf_config import load_model_config
-from megarl.models.vision import within
+from megarl.models.sight import sight_of
 from megarl.recipe.schema import Recipe
 from megarl.recipe.scoring import served_columns
 from megarl.rollout import filters
@@ -59,7 +59,7 @@ class ReplayCollector:
     def open(cls, journal: Path, recipe: Recipe) -> ReplayCollector:
         """Read the recipe's data. Raises UserError where it cannot be used."""
         tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
-        sight = within(load_model_config(recipe.model.path).vision, recipe.data.max_image_pixels)
+        sight = sight_of(load_model_config(recipe.model.path), recipe.data)
         found = load_prompts(recipe.data.train, tokenizer, recipe.data, answered=recipe.agent is None, sight=sight)
         facts, truncated = DataFacts.of(found, recipe.data), recipe.algorithm.truncated
         columns = served_columns(recipe)

@@ -14,7 +14,7 @@ from megarl.data.mix import rows_by_set
 from megarl.data.prompts import load_prompts
 from megarl.data.supervised import load_supervised
 from megarl.models.config import ModelConfig
-from megarl.models.vision import within
+from megarl.models.sight import sight_of
 from megarl.recipe.check import check_recipe
 from megarl.recipe.load import Loaded
 from megarl.recipe.schema import AnyRecipe, Recipe, RecipeT
@@ -73,6 +73,6 @@ def _usable_rows(recipe: AnyRecipe, model: ModelConfig) -> int:
         rows = load_supervised(recipe.data.train, recipe.model.path, recipe.data)
         return sum(map(len, supervised.rows_by_set(rows, recipe.data).values())) or len(rows)
     tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
-    sight = within(model.vision, recipe.data.max_image_pixels)
+    sight = sight_of(model, recipe.data)
     prompts = load_prompts(recipe.data.train, tokenizer, recipe.data, answered=recipe.agent is None, sight=sight)
     return sum(map(len, rows_by_set(prompts.prompts, recipe.data).values())) or len(prompts)

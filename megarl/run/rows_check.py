@@ -18,7 +18,7 @@ from megarl.data.supervised import Rows
 from megarl.data.unpaired import FEWEST_ROWS, Unpaired
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import load_model_config
-from megarl.models.vision import within
+from megarl.models.sight import IMAGES_KEY, sight_of
 from megarl.recipe.keep_rules import set_of
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SupervisedRecipe
@@ -27,14 +27,13 @@ from megarl.rewards.row_choice import check_choice, first_ungraded
 
 BALANCED = (1.0, 4 / 3)  # what desirable answers may count, in parts of what the others do
 OF_LABEL = {"kto/eval_desirable_reward": True, "kto/eval_undesirable_reward": False}
-IMAGES_FIELD = "images"  # where rows of most formats have them
 MOST_SETS = 64  # of held-out rows with figures of their own
 
 
 def checked_prompts(recipe: Recipe, path: Path, model: ModelConfig) -> PromptSet:
     """The rows of a file as prompts whose tokens the model has. Raises UserError."""
     tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
-    sight = within(model.vision, recipe.data.max_image_pixels)
+    sight = sight_of(model, recipe.data)
     prompts = load_prompts(path, tokenizer, recipe.data, answered=recipe.agent is None, sight=sight)
     check_tokens(path, ((each.id, each.token_ids) for each in prompts.prompts), model, recipe.model.path)
     check_seen(recipe, path, prompts.prompts)
@@ -68,9 +67,9 @@ def check_seen(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
 def check_blind(path: Path, model: ModelConfig) -> None:
     """Raises UserError for a row with images in supervised training, which shows none to a model that could see them."""
     for row in read_rows(path) if model.vision is not None else ():
-        if row.has(IMAGES_FIELD):
+        if row.has(IMAGES_KEY):
             raise UserError(
-                f"{row.where}, field {IMAGES_FIELD!r}: images are shown to a model in `megarl train` alone, not in supervised "
+                f"{row.where}, field {IMAGES_KEY!r}: images are shown to a model in `megarl train` alone, not in supervised "
                 "training. Leave such rows out, or remove the field where the text is enough."
             )
 
