@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.reduce import Reduction
-from megarl.core.types import UNKNOWN_EXPERT, Block, MicroBatch, Prompt, Sample, Shard, ShardPlan, Status
+from megarl.core.types import UNKNOWN_EXPERT, Block, Image, MicroBatch, Prompt, Sample, Shard, ShardPlan, Status
 from megarl.data.pack import (
     FILLER_INDEX,
     assemble,
@@ -409,3 +409,19 @@ def test_labelled_answers_keep_their_labels_whatever_the_cut(rows: list[tuple[in
                 found[int(index)] = int(length) - 2, bool(label)
     assert [found[index] for index in range(len(rows))] == rows
     assert total == pytest.approx(1)
+
+
+def test_images_travel_with_their_sequences() -> None:
+    """Of a sample of several sequences with the first, which has the prompt."""
+    first, second = make_sample("a", [1, 2], [3, 4, 5, 6], [1, 0, 0, 1]), make_sample("b", [7], [8])
+    shown = replace(first.prompt, images=(Image(b"", 4, 4), Image(b"", 4, 4)))
+    first = replace(first, prompt=shown, images=(b"one", b"two"), starts=(2,))
+    (micro,) = micro_batches(pack([first, second], **options())[0])
+    assert micro.images == ((b"one", b"two"), (), ()) and len(micro.images) == len(micro.sample_index)
+    (micro,) = micro_batches(pack([second, replace(first, starts=())], **options())[0])
+    assert micro.images == ((), (b"one", b"two"))
+    shards = pack([first, second], **options(num_shards=2, micro_batch_tokens=8))
+    assert sorted((micro.images or ()) for shard in shards for micro in micro_batches(shard)) == [
+        (),
+        ((b"one", b"two"), ()),
+    ]
