@@ -104,6 +104,9 @@ class Sample:
     starts: tuple[int, ...] = ()
     # By column, what a teacher behind an address says of the response's tokens: [R] or [R, n], 0 where none is trained on.
     columns: dict[str, FloatArray] = field(default_factory=dict)
+    images: tuple[bytes, ...] = field(
+        default=(), repr=False
+    )  # its prompt's, see MicroBatch; samples of a group share them
     # The memory of the Record whose parts the arrays above are, where they have been put into one (data/blocks.py).
     memory: NDArray[np.uint8] | None = None
 

@@ -74,7 +74,7 @@ def sample_block(
     """
     memories = [_memory(sample) for sample in samples]
     others = {"routing": _routing(samples), "turns": turns, "first_turns": first_turns, "starts": _starts(samples)}
-    return _block(memories, indices, weights, **others)
+    return _block(memories, indices, weights, **others, images=_images(samples))
 
 
 def row_block(
@@ -140,6 +140,13 @@ def _starts(samples: Sequence[Sample]) -> tuple[tuple[int, ...], ...] | None:
     if not any(sample.starts for sample in samples):
         return None
     return tuple(tuple(len(sample.prompt.token_ids) + start for start in sample.starts) for sample in samples)
+
+
+def _images(samples: Sequence[Sample]) -> tuple[tuple[bytes, ...], ...] | None:
+    """Those of each; None where none has any."""
+    for sample in samples:
+        assert len(sample.images) == len(sample.prompt.images), f"sample {sample.id} is without its prompt's images"
+    return tuple(sample.images for sample in samples) if any(sample.images for sample in samples) else None
 
 
 def joined(parts: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:

@@ -109,6 +109,12 @@ UNREAD_RULES: tuple[Unread, ...] = (
         "no step before the last is both saved and evaluated: set data.eval, eval.every and train.save_every",
     ),
     Unread(
+        ("data.max_image_pixels",),
+        lambda r, _: r.data.images_key is not None,
+        "data.images_key is null, and no image is read: name the field of images",
+        RL,
+    ),
+    Unread(
         ("data.mix_key",),
         lambda r, _: bool(r.data.mix),
         "it names the sets that data.mix gives shares to: set that, such as data.mix={math: 3, code: 1}",

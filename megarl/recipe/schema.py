@@ -64,6 +64,14 @@ class Data(DataSet):
     system_prompt: str | None = Field(
         None, description="a first message of the system's, where a row has none; needs a chat template"
     )
+    images_key: str | None = Field(
+        "images",
+        description="field with a row's images, for models that see images: paths, data URLs, base64 or bytes; null: a field "
+        "like others",
+    )
+    max_image_pixels: PositiveInt | None = Field(
+        None, description="most pixels of an image, which comes smaller to the model; default: as the model's files say"
+    )
     max_prompt_tokens: PositiveInt = Field(1024, description="longest prompt, in tokens")
     over_length: Literal["drop", "error"] = Field(
         "drop", description="what happens to a prompt over the limit; drops are counted"

@@ -53,6 +53,7 @@ from megarl.run.resume_check import check_resumed
 from megarl.run.rows_check import (
     check_best,
     check_best_label,
+    check_blind,
     check_graded,
     check_margins,
     check_sets,
@@ -222,18 +223,15 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     check_lora(recipe, model)
     rows, *held_out = (load_supervised(file, recipe.model.path, recipe.data) for file in files)
     for file, loaded in zip(files, (rows, *held_out), strict=True):
+        check_blind(file, model)
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
         check_margins(recipe, file, loaded)
     check_best_label(recipe, held_out)
     sets = supervised.rows_by_set(rows, recipe.data)
     trained = sum(map(len, sets.values())) or len(rows)
-    notes = (
-        *_rows_again(recipe, trained),
-        *label_notes(recipe, rows, sets),
-        *keep_notes(recipe),
-        *template_notes(recipe, model),
-    )
+    notes = (*label_notes(recipe, rows, sets), *keep_notes(recipe), *template_notes(recipe, model))
+    notes = (*_rows_again(recipe, trained), *notes)
     committed = _read_whole(recipe, committed, trained, with_sets(rows.digests, sets))
     return Preflight(
         plan, platform, model, trained, rows.num_dropped, sum(map(len, held_out)), notes, committed=committed

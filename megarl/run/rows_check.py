@@ -13,10 +13,12 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.mix import RowsBySet
 from megarl.data.pairs import Pair
 from megarl.data.prompts import PromptSet, load_prompts
-from megarl.data.rows import place_of
+from megarl.data.rows import place_of, read_rows
 from megarl.data.supervised import Rows
 from megarl.data.unpaired import FEWEST_ROWS, Unpaired
 from megarl.models.config import ModelConfig
+from megarl.models.hf_config import load_model_config
+from megarl.models.sight import IMAGES_KEY, sight_of
 from megarl.recipe.keep_rules import set_of
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SupervisedRecipe
@@ -31,9 +33,45 @@ MOST_SETS = 64  # of held-out rows with figures of their own
 def checked_prompts(recipe: Recipe, path: Path, model: ModelConfig) -> PromptSet:
     """The rows of a file as prompts whose tokens the model has. Raises UserError."""
     tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
-    prompts = load_prompts(path, tokenizer, recipe.data, answered=recipe.agent is None)
+    sight = sight_of(model, recipe.data)
+    prompts = load_prompts(path, tokenizer, recipe.data, answered=recipe.agent is None, sight=sight)
     check_tokens(path, ((each.id, each.token_ids) for each in prompts.prompts), model, recipe.model.path)
+    check_seen(recipe, path, prompts.prompts)
     return prompts
+
+
+def check_seen(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
+    """Raises UserError for a row with images where somebody beside the policy is given its tokens, and sees none."""
+    first = next((prompt for prompt in prompts if prompt.images), None)
+    if first is None:
+        return
+    row = f"{place_of(path, first.id)}: the row has images"
+    if recipe.agent is not None:
+        raise UserError(
+            f"{row}, and episodes show none to the model. Remove the section agent, or leave such rows out."
+        )
+    if recipe.teacher is not None and recipe.teacher.servers is not None:
+        raise UserError(
+            f"{row}, and a teacher behind an address is asked about text alone. Leave such rows out, or name a teacher that sees "
+            "images by teacher.path, in the place of teacher.servers."
+        )
+    sections = {"critic": recipe.critic, "reward_model": recipe.reward_model, "teacher": recipe.teacher}
+    for role, section in sections.items():
+        folder = section.path if section is not None else None
+        if folder is not None and load_model_config(folder).vision is None:
+            raise UserError(
+                f"{row}, and {role}.path {folder} is a model that sees none. Name another, or leave such rows out."
+            )
+
+
+def check_blind(path: Path, model: ModelConfig) -> None:
+    """Raises UserError for a row with images in supervised training, which shows none to a model that could see them."""
+    for row in read_rows(path) if model.vision is not None else ():
+        if row.has(IMAGES_KEY):
+            raise UserError(
+                f"{row.where}, field {IMAGES_KEY!r}: images are shown to a model in `megarl train` alone, not in supervised "
+                "training. Leave such rows out, or remove the field where the text is enough."
+            )
 
 
 def check_tokens(path: Path, rows: Iterable[tuple[str, TokenArray]], model: ModelConfig, folder: Path) -> None:

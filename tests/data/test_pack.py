@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.reduce import Reduction
-from megarl.core.types import UNKNOWN_EXPERT, Block, MicroBatch, Prompt, Sample, Shard, ShardPlan, Status
+from megarl.core.types import UNKNOWN_EXPERT, Block, Image, MicroBatch, Prompt, Sample, Shard, ShardPlan, Status
 from megarl.data.pack import (
     FILLER_INDEX,
     assemble,
@@ -99,11 +99,13 @@ def test_an_array_of_a_micro_batch_has_the_declared_type() -> None:
     (shard,) = pack([sample], **options())
     (micro,) = micro_batches(shard)
     assert micro.margins is None and micro.desirable is None, "samples are neither pairs nor labelled"
+    assert micro.images is None, "no sample has images"
     [of_pairs] = micro_batches(whole(pack_pairs([make_pair(3, 2)], **pairs_options()))[0])
     labelled = [make_labelled(1, desirable=True)]
     [of_labelled] = micro_batches(whole(pack_unpaired(labelled, num_shards=1, micro_batch_tokens=64))[0])
     micro = replace(micro, margins=of_pairs.margins, desirable=of_labelled.desirable)
-    types = {name: str(getattr(micro, name).dtype) for name in MicroBatch.__dataclass_fields__}
+    arrays = [name for name in MicroBatch.__dataclass_fields__ if name != "images"]
+    types = {name: str(getattr(micro, name).dtype) for name in arrays}
     assert types == {
         "tokens": "int64",
         "labels": "int64",
@@ -407,3 +409,19 @@ def test_labelled_answers_keep_their_labels_whatever_the_cut(rows: list[tuple[in
                 found[int(index)] = int(length) - 2, bool(label)
     assert [found[index] for index in range(len(rows))] == rows
     assert total == pytest.approx(1)
+
+
+def test_images_travel_with_their_sequences() -> None:
+    """Of a sample of several sequences with the first, which has the prompt."""
+    first, second = make_sample("a", [1, 2], [3, 4, 5, 6], [1, 0, 0, 1]), make_sample("b", [7], [8])
+    shown = replace(first.prompt, images=(Image(b"", 4, 4), Image(b"", 4, 4)))
+    first = replace(first, prompt=shown, images=(b"one", b"two"), starts=(2,))
+    (micro,) = micro_batches(pack([first, second], **options())[0])
+    assert micro.images == ((b"one", b"two"), (), ()) and len(micro.images) == len(micro.sample_index)
+    (micro,) = micro_batches(pack([second, replace(first, starts=())], **options())[0])
+    assert micro.images == ((), (b"one", b"two"))
+    shards = pack([first, second], **options(num_shards=2, micro_batch_tokens=8))
+    assert sorted((micro.images or ()) for shard in shards for micro in micro_batches(shard)) == [
+        (),
+        ((b"one", b"two"), ()),
+    ]

@@ -128,6 +128,8 @@ TRAIN: dict[str, Sequence[str]] = {
             "train": [f"{ROOT}/prompts2.jsonl"],
             "eval": [f"{ROOT}/prompts2.jsonl"],
             "answer_key": ["gold"],
+            "images_key": ["pictures"],
+            "max_image_pixels": ["10000"],
             "max_prompt_tokens": ["32"],
             "over_length": ["error"],
             "final_answer": ["true"],
@@ -644,6 +646,10 @@ SWEEPS: dict[str, Sequence[str]] = {
 _OF_TRAIN = "a section that runs of `megarl train` have too: the key is refused with that reason"
 NEVER: dict[str, dict[str, str]] = {
     "train": {
+        **dict.fromkeys(
+            ("data.images_key", "data.max_image_pixels"),
+            "models of these runs see no images, which is refused: see tests/models/test_sight.py",
+        ),
         "data.over_length": "error refuses a run whose rows are too long, as the world's are: that is its effect",
         **dict.fromkeys(
             ("rollout.top_p", "rollout.top_k"),

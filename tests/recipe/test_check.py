@@ -127,6 +127,7 @@ UNREAD = [
     (["data.eval=held_out.jsonl", "data.eval_config=main"], ["data.eval=own/rows"]),
     (["train.keep_best.metric=eval/accuracy"], ["data.eval=held_out.jsonl", "eval.every=2", "train.save_every=2"]),
     (["actor.lora.rank=4", "actor.optimizer.freeze_router=true"], ["actor.lora=null"]),
+    (["data.images_key=null", "data.max_image_pixels=90000"], ["data.images_key=images"]),
     (["data.mix_key=source"], ["data.mix={math: 3, code: 1}"]),
     (["eval.before=false"], ["data.eval=held_out.jsonl"]),
     (["eval.every=5"], ["data.eval=held_out.jsonl"]),

@@ -1,0 +1,28 @@
+"""The images of a request, as SGLang's /generate takes them beside token ids. Not for how they are made (data/images.py)."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.core.types import TokenArray
+from megarl.data.image_places import collapsed
+
+
+@dataclass(frozen=True)
+class SentImages:
+    """PNGs in the order of their tokens. token: what stands for one square of an image in token ids."""
+
+    pngs: tuple[bytes, ...] = field(repr=False)
+    token: int
+
+    def body(self, token_ids: TokenArray) -> dict[str, Any]:
+        """What of a request's body is said of them: a server takes one token an image, and makes of it as many as there are."""
+        ids = collapsed(token_ids, self.token)
+        assert (places := int((ids == self.token).sum())) == len(self.pngs), (places, len(self.pngs))
+        return {"input_ids": ids, "image_data": [_url(png) for png in self.pngs]}
+
+
+def _url(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

@@ -1,0 +1,145 @@
+"""What a run with images is refused for before a device is taken, and that a good one is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.data.chat import load_tokenizer
+from megarl.recipe.load import load_recipe
+from megarl.recipe.supervised import SftRecipe
+from megarl.run.epochs import with_steps
+from megarl.run.preflight import Preflight, preflight, preflight_eval, preflight_supervised
+from tests.support.bad_input import Place, good_place
+from tests.support.sight import picture
+from tests.support.tiny import write_tiny_qwen
+from tests.support.vision import QWEN2_5, QWEN3, write_tiny_vision_model
+
+SFT = """\
+run: {{dir: {root}/runs, name: s}}
+cluster: {{platform: cpu}}
+model: {{path: {root}/model, dtype: float32}}
+data: {{train: {root}/train.jsonl, max_tokens: 64, response_key: answer}}
+train: {{steps: 2, batch_samples: 4}}
+"""
+
+
+@pytest.fixture(scope="module", params=[QWEN2_5, QWEN3])
+def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_vision_model(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture
+def place(tmp_path: Path, model_folder: Path) -> Place:
+    place = good_place(tmp_path, model_folder)
+    (tmp_path / "a.png").write_bytes(picture(64, 64))
+    place.write_rows(*(row(n) for n in range(6)))
+    return place
+
+
+def row(number: int, **fields: Any) -> dict[str, Any]:
+    """Every other one has an image."""
+    return {"prompt": f"{number}+1", "answer": str(number + 1), **({"images": "a.png"} if number % 2 else {}), **fields}
+
+
+def checked(place: Place, *overrides: str) -> Preflight:
+    return preflight(load_recipe(place.recipe, overrides).recipe)
+
+
+def test_a_run_with_images_is_described_and_knows_its_rows_again(place: Place) -> None:
+    found = checked(place, f"data.eval={place.data}")
+    assert (found.rows, found.dropped, found.eval_rows) == (6, 0, 6) and found.model.vision is not None
+    # 64 x 64 pixels are four squares of both models, between two tokens.
+    text = len(load_tokenizer(place.model)("<|im_start|>user 0+1<|im_end|><|im_start|>assistant ")["input_ids"])
+    dropped = [
+        checked(place, "rollout.prompts_per_step=3", f"data.max_prompt_tokens={text + more}").dropped
+        for more in (0, 5, 6)
+    ]
+    assert dropped == [3, 3, 0]
+    evaluation = load_recipe(place.recipe, [f"data.eval={place.data}"]).recipe
+    assert preflight_eval(evaluation).eval_rows == 6
+    (place.root / "a.png").write_bytes(picture(64, 64, 1) + b"longer")
+    assert checked(place).digests["prompts"] != found.digests["prompts"]
+    (place.root / "a.png").write_bytes(picture(64, 128))
+    smaller = checked(place, f"data.max_image_pixels={found.model.vision.least_pixels}")
+    assert smaller.digests["prompts"] != checked(place).digests["prompts"]
+    loaded = load_recipe(place.recipe, ["train.steps=0", "train.epochs=2"])
+    assert with_steps(loaded).recipe.train.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["agent.environment=guess_number"], "line 2: the row has images, and episodes show none to the model"),
+        (
+            ["algorithm.policy_loss=distill", "teacher.servers={urls: ['http://127.0.0.1:1']}"],
+            "line 2: the row has images, and a teacher behind an address is asked about text alone",
+        ),
+        (
+            ["algorithm.policy_loss=distill", "teacher.path={root}/text"],
+            "line 2: the row has images, and teacher.path {root}/text is a model that sees none",
+        ),
+        (["data.max_image_pixels=10"], "data.max_image_pixels 10: no image comes to the model with less than"),
+    ],
+    ids=["agent", "teacher behind an address", "teacher of text", "too small"],
+)
+def test_refused_recipes(place: Place, overrides: list[str], says: str) -> None:
+    write_tiny_qwen(place.root / "text")
+    (place.root / "text" / "tokenizer.json").write_bytes((place.model / "tokenizer.json").read_bytes())
+    given = [each.format(root=place.root) if "{root}" in each else each for each in overrides]
+    room = ["data.max_prompt_tokens=300", "rollout.max_response_tokens=100"] if "agent" in overrides[0] else []
+    with pytest.raises(UserError) as caught:
+        checked(place, *given, *room)
+    assert says.format(root=place.root) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([row(1, images="b.png")], "line 1, field 'images', image 1: there is no file {root}/b.png. Did you mean"),
+        ([row(0), row(0, prompt="<image>1")], "line 2: the prompt has 1 places of images (<image>), and the row 0"),
+        (
+            [row(0, prompt=[{"role": "user", "content": [{"type": "audio"}]}])],
+            "it is of type 'audio'; wanted are parts",
+        ),
+    ],
+    ids=["missing", "places", "parts"],
+)
+def test_refused_rows(place: Place, rows: list[dict[str, Any]], says: str) -> None:
+    place.write_rows(*rows)
+    with pytest.raises(UserError) as caught:
+        checked(place)
+    assert says.format(root=place.root) in str(caught.value)
+    assert not place.run.exists()
+
+
+def test_supervised_training_shows_no_images(place: Place) -> None:
+    recipe = place.root / "sft.yaml"
+    recipe.write_text(SFT.format(root=place.root))
+    with pytest.raises(UserError, match=r"line 2, field 'images': images are shown to a model in `megarl train` alone"):
+        preflight_supervised(load_recipe(recipe, [], SftRecipe).recipe)
+
+
+def test_a_model_of_text_is_trained_on_rows_that_have_images_besides(tmp_path: Path) -> None:
+    place = good_place(tmp_path, write_tiny_qwen(tmp_path / "text"))
+    place.write_rows(*(row(n, images="gone.png") for n in range(4)))
+    assert checked(place).rows == 4
+    parts = [{"type": "image"}, {"type": "text", "text": "1+1"}]
+    place.write_rows(row(0, prompt=[{"role": "user", "content": parts}]))
+    with pytest.raises(UserError, match=r"'content' is a list, and must be a string; wanted is .* that sees images"):
+        checked(place)
+    for key in ("images_key=pictures", "max_image_pixels=9000"):
+        with pytest.raises(UserError, match=rf"data.{key.partition('=')[0]}: the model sees no images"):
+            checked(place, f"data.{key}")
+
+
+def test_rows_of_supervised_training_without_images_are_a_models_that_could_see_them(place: Place) -> None:
+    recipe = place.root / "sft.yaml"
+    recipe.write_text(SFT.format(root=place.root))
+    rows = [json.loads(line) for line in place.data.read_text().splitlines()]
+    place.write_rows(*({name: each[name] for name in ("prompt", "answer")} for each in rows))
+    assert preflight_supervised(load_recipe(recipe, [], SftRecipe).recipe).rows == 6
