@@ -31,7 +31,7 @@ from megarl.core.transformers_models import models_as_remembered
 
 WRITTEN_FOR = "0.5.21"
 LORA = "--enable-lora"
-IMAGES = "--enable-multimodal"
+IMAGES = "--enable-multimodal"  # as `server_models` tells servers of models that see
 DISABLE = "TORCH_COMPILE_DISABLE"  # torch's own: 1 for nothing is compiled
 # What is to be compiled and never is, by SGLang's names: in the first two torch's compiler meets the stand-in for triton, and
 # ends. In the third, which masks token ids where the vocabulary is sharded, it finds nothing to save, and each rank of a server
