@@ -26,6 +26,7 @@ CUT_NORMS = ("minimax_m2",)  # families whose norms over all heads each rank has
 BESIDE, OF_EXPERTS = "gemma4", "router.per_expert_scale"
 # What its servers hold beside: ones in the place of weights of norms, and a copy of the router's scale, which they make.
 MADE = ("self_attn.v_norm.weight", "router.norm.weight", "router.root_size")
+TOWER = "visual."  # how names of a vision tower begin, which servers have of their own
 WHOLE_EMBEDDINGS = ("gemma3", "gemma4")  # families
 NORM, MIXED = "layernorm.weight", "self_attention.linear_qkv.weight"
 SHARED, ROUTED = ".shared_experts.", ".experts."
