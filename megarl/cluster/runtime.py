@@ -24,7 +24,8 @@ import ray
 from megarl.cluster.network import address_towards
 from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import LOOPBACK, ProcessSpec
-from megarl.cluster.services import Services, ending_with_raylet, without_monitors
+from megarl.cluster.ray_process import DASHBOARD
+from megarl.cluster.services import Services, ending_with_raylet, with_few_processes
 from megarl.cluster.slots import Slot, reserve
 from megarl.core import janitor
 from megarl.core.errors import MegarlError, UserError
@@ -45,7 +46,6 @@ CONNECT_S = 10.0
 SETTINGS, SETTINGS_BYTES, GREET_S = 4, 9, 30.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
 SLOW_START = "timed out during startup"  # Ray's words, as of 2.60
-DASHBOARD = "ray.dashboard.optional_deps"
 SIGACTION_BYTES = 512  # more than the system's structure takes
 PUT_BACK_S = 0.001
 
@@ -213,7 +213,7 @@ def _start_ray(platform: Platform, run_id: str, num_devices: int, scratch: Scrat
         "_node_ip_address": LOOPBACK,
         "namespace": run_id,
     }
-    with as_if_missing(DASHBOARD), without_monitors(), ending_with_raylet():
+    with as_if_missing(DASHBOARD), with_few_processes(), ending_with_raylet():
         try:
             _init("on this machine", **settings)
         except MegarlError as error:

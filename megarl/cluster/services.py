@@ -19,6 +19,7 @@ from typing import Any
 
 from ray._private import parameter, ray_constants, services
 
+from megarl.cluster import ray_process
 from megarl.core import janitor
 from megarl.core.errors import WorkerDiedError
 from megarl.serving.process import GUARD
@@ -30,6 +31,7 @@ ROLES = {
 # What a raylet starts beside the run's processes, and the variable by which it tells them who it is.
 AGENTS = (ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT)
 RAYLET = "RAY_RAYLET_PID"
+PROCESS = Path(ray_process.__file__)
 
 
 class RayDiedError(WorkerDiedError):
@@ -98,18 +100,20 @@ class Services:
 
 
 @contextmanager
-def without_monitors() -> Iterator[None]:
-    """Within, a Ray that starts has no monitor that scales it, and none that carries its logs to the driver.
+def with_few_processes() -> Iterator[None]:
+    """Within, a Ray that starts has no monitor that scales it, none that carries its logs to the driver, and no dashboard.
 
-    There is nothing to scale, and logs are left where they are written. Each costs half a second of a core at every start, and
-    Ray would wait a second for the first in the end. `ray start` has options for both, `ray.init` of 2.60 has none.
+    There is nothing to scale, and logs are left where they are written; a dashboard that is not included would only report usage.
+    Each costs half a second of a core at every start, Ray waits a second for the last as it begins, and one for the first in
+    the end. `ray start` has options for the monitors, `ray.init` of 2.60 has none. Workers begin as ray_process.py has it.
     """
-    made = parameter.RayParams
-    parameter.RayParams = partial(made, no_monitor=True, include_log_monitor=False)
+    made, dashboard = parameter.RayParams, services.start_api_server
+    parameter.RayParams = partial(made, no_monitor=True, include_log_monitor=False, worker_path=str(PROCESS))
+    services.start_api_server = lambda *_words, **_settings: ("", None)  # its address, and its process
     try:
         yield
     finally:
-        parameter.RayParams = made
+        parameter.RayParams, services.start_api_server = made, dashboard
 
 
 @contextmanager
@@ -123,7 +127,8 @@ def ending_with_raylet() -> Iterator[None]:
 
     def guarded(component: str, *words: Any, **settings: Any) -> list[str]:
         command: list[str] = made(component, *words, **settings)
-        return [sys.executable, "-I", "-S", str(GUARD), RAYLET, *command] if component in AGENTS else command
+        guard = [sys.executable, "-I", "-S", str(GUARD), RAYLET]
+        return [*guard, *command, str(PROCESS)] if component in AGENTS else command
 
     services._build_python_executable_command_memory_profileable = guarded
     try:
