@@ -19,9 +19,10 @@ from typing import Any
 
 from ray._private import parameter, ray_constants, services
 
-from megarl.cluster import ray_process
+from megarl.cluster import ray_process, ray_worker_setup
 from megarl.core import janitor
 from megarl.core.errors import WorkerDiedError
+from megarl.core.loading import as_if_missing
 from megarl.serving.process import GUARD
 
 ROLES = {
@@ -31,7 +32,7 @@ ROLES = {
 # What a raylet starts beside the run's processes, and the variable by which it tells them who it is.
 AGENTS = (ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT)
 RAYLET = "RAY_RAYLET_PID"
-PROCESS = Path(ray_process.__file__)
+PROCESS, SETUP = Path(ray_process.__file__), Path(ray_worker_setup.__file__)
 
 
 class RayDiedError(WorkerDiedError):
@@ -105,13 +106,16 @@ def with_few_processes() -> Iterator[None]:
 
     There is nothing to scale, and logs are left where they are written; a dashboard that is not included would only report usage.
     Each costs half a second of a core at every start, Ray waits a second for the last as it begins, and one for the first in
-    the end. `ray start` has options for the monitors, `ray.init` of 2.60 has none. Workers begin as ray_process.py has it.
+    the end. `ray start` has options for the monitors, `ray.init` of 2.60 has none. Workers begin as ray_process.py has it. What
+    a dashboard needs is as if it were not installed: Ray would load it into this process, to find out.
     """
     made, dashboard = parameter.RayParams, services.start_api_server
-    parameter.RayParams = partial(made, no_monitor=True, include_log_monitor=False, worker_path=str(PROCESS))
+    begin = {"setup_worker_path": str(SETUP), "worker_path": str(PROCESS)}
+    parameter.RayParams = partial(made, no_monitor=True, include_log_monitor=False, **begin)
     services.start_api_server = lambda *_words, **_settings: ("", None)  # its address, and its process
     try:
-        yield
+        with as_if_missing(ray_process.DASHBOARD):
+            yield
     finally:
         parameter.RayParams, services.start_api_server = made, dashboard
 

@@ -27,7 +27,6 @@ from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
 from megarl.core.stop import STOP_SIGNAL
 from tests.support.processes import ended, heed_interrupts
 
-
 # Ray's workers cannot import test modules: what is defined here travels whole.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
