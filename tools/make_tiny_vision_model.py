@@ -34,6 +34,7 @@ ARCHITECTURES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl":
 PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 16}
 MERGE = 2  # patches of a token's side
 HEAD, HEADS, KV_HEADS = 32, 4, 2
+AXES = [6, 5, 5]  # of a head's 16 frequencies: time, row, column
 Kind = Literal["qwen2_5_vl", "qwen3_vl"]
 
 
@@ -49,8 +50,7 @@ def _config(kind: Kind, tokenizer: PreTrainedTokenizerFast, *, hidden_size: int,
     import transformers
 
     start, image, end, video = tokenizer.convert_tokens_to_ids([*IMAGE, VIDEO])
-    axes = [HEAD // 8, HEAD // 2 // 8 * 3, HEAD // 2 // 8 * 3]
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": axes}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": AXES}
     text = {
         "vocab_size": -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         "hidden_size": hidden_size,
