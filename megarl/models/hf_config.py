@@ -133,7 +133,11 @@ def _with_vision(fields: Fields) -> ModelConfig:
     text = text_config(fields, read_multimodal(fields))
     processor = fields.path.with_name(PREPROCESSOR)
     said = read_object(processor, "Copy it again from where the model was published.") if processor.is_file() else {}
-    return replace(parse_model_config(text, fields.path), vision=parse_vision(fields.raw, fields.path, said))
+    model, vision = parse_model_config(text, fields.path), parse_vision(fields.raw, fields.path, said)
+    if sum(vision.axes) != model.rotated // 2:
+        wanted = f"as many frequencies as a head has, {model.rotated // 2}, are wanted together"
+        fields.refuse("mrope_section", list(vision.axes), wanted)
+    return replace(model, vision=vision)
 
 
 def _ends(fields: Fields, family: Family) -> tuple[int, ...]:

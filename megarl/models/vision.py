@@ -87,7 +87,7 @@ class Vision:
             return [axis for axis, share in enumerate(self.axes) for _ in range(share)]
         found = [0] * count
         for axis in (1, 2):
-            for frequency in range(axis, 3 * self.axes[axis], 3):
+            for frequency in range(axis, min(3 * self.axes[axis], count), 3):
                 found[frequency] = axis
         return found
 
