@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl.models.hf_delta import INTERVAL, LINEAR
 from megarl.models.hf_layers import PATTERN, SLIDING, period_of
+from megarl.models.multimodal import sees
 
 VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"  # SGLang's own: modules of sglang.srt.models that are not imported
 ENTRY = re.compile(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|[^\n]+)", re.MULTILINE)  # what a module registers
@@ -69,8 +70,7 @@ CHOSEN = ("--moe-", "--quantization")
 # Whose heads' sizes SGLang reads as those of layers without a window, and those of the others by keys of its own: of a multimodal
 # folder's config it moves them itself (utils/hf_transformers/config.py), of a text part's it does not.
 LAYERED = "Gemma4ForCausalLM"
-# Whose servers see images.
-SEEING = ("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration")
+# What servers of models that see are told of how images come.
 SEES = "--enable-multimodal"
 IMAGE_FLAGS = (
     SEES,
@@ -195,7 +195,7 @@ def _of_hybrid(config: dict[str, Any]) -> dict[str, object]:
 
 def sees_images(model: Path) -> bool:
     """Whether a server of this HF folder has a vision tower that megarl gives images to."""
-    return any(name in SEEING for name in _config(model).get("architectures") or ())
+    return sees(_config(model).get("architectures") or ())
 
 
 def image_flags(model: Path) -> tuple[str, ...]:

@@ -60,5 +60,8 @@ def load(only_named: Sequence[str] = ()) -> None:
     package = importlib.import_module(PROCESSORS)
     for _, name, _ in pkgutil.iter_modules(package.__path__, f"{PROCESSORS}."):
         sys.modules.setdefault(name, ModuleType(name))  # SGLang looks for processors in it, and finds none
+    # Its compiled form, which the first image of each rank would wait ten seconds of a core for.
+    tower: Any = importlib.import_module("sglang.srt.layers.attention.vision")
+    tower.apply_rotary_pos_emb = tower.apply_rotary_pos_emb_native_eager
     known: Any = importlib.import_module("sglang.srt.multimodal.customized_mm_processor_utils")
     known._CUSTOMIZED_MM_PROCESSOR.update(dict.fromkeys(MODEL_TYPES, ImagesProcessor))

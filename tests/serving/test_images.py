@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from megarl.serving.client import ServerClient
+from megarl.serving.client import PauseMode, ServerClient
 from tests.support.forked_servers import Copies
 from tests.support.seeing import CHUNK, Seeing, Shown, seeing
-from tests.support.served import NEEDS
+from tests.support.served import NEEDS, begun
 from tests.support.vision import QWEN2_5, QWEN3, png
 
 pytestmark = pytest.mark.needs(*NEEDS)
@@ -19,7 +19,9 @@ CLOSE = 1e-5  # nats
 
 
 @pytest.fixture(scope="module", params=[QWEN2_5, QWEN3])
-def served(request: pytest.FixtureRequest, copies: Copies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
+def served(
+    request: pytest.FixtureRequest, copies: Copies, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Seeing]:
     """One server of each architecture."""
     with seeing(copies, tmp_path_factory.mktemp("seeing"), request.param) as found:
         yield found
@@ -61,6 +63,7 @@ def test_log_probs_of_prompts_with_images_are_those_of_transformers(served: Seei
                 expected = served.reference.logprobs(shown.ids, shown.images)
                 off = np.abs(np.array([logprob for logprob, _, _ in found]) - expected)
                 assert off[text].max() < CLOSE, what
+
     assert max(len(shown.ids) for shown in prompts(served).values()) > 2 * CHUNK
     asyncio.run(go())
 
@@ -95,5 +98,19 @@ def test_requests_of_one_batch_see_their_own_images(served: Seeing) -> None:
         async with ServerClient(served.endpoint) as client:
             answers = await asyncio.gather(*(served.ask(client, shown, 8) for shown in asked))
         assert [served.off(shown, answer) < CLOSE for shown, answer in zip(asked, answers, strict=True)] == [True] * 8
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_request_that_was_taken_back_or_held_goes_on_with_its_image(served: Seeing, mode: PauseMode) -> None:
+    shown = served.reference.shown([11, 12], image(served, 4, 3, 80), [13, 14])
+
+    async def go() -> None:
+        async with ServerClient(served.endpoint) as client:
+            running = await begun(client, lambda: served.ask(client, shown, 250))
+            await client.pause(mode)
+            await client.resume()
+            assert served.off(shown, await running) < CLOSE
 
     asyncio.run(go())
