@@ -32,7 +32,7 @@ def inputs(tmp_path: Path) -> Path:
 
 
 def test_a_run_sees_images_as_its_servers_do_and_is_replayed_to_the_bit(inputs: Path) -> None:
-    words = ("train.steps=2", "train.journal_keep=all", "actor.parallel.tp=2", "cluster.devices=2", "reward.fn=exact")
+    words = ("train.steps=2", "train.journal_keep=all", "actor.parallel.tp=2", "cluster.devices=2")
     run = start(inputs, *words, "data.max_prompt_tokens=48", "sync.verify=hash", "report.samples=4")
     code, _, error = run.finish()
     assert code == 0, error
