@@ -3,7 +3,7 @@
     python -m bench.images
 
 Each model is random, and its warm start has no images: what it knows then is how answers look, and it guesses. GRPO on rows with
-images follows. Then the trained model, in transformers alone, answers the held-out rows greedily with their images, and again with
+images follows. Then the trained model, in transformers alone, answers held-out rows greedily with their images, and again with
 the image of another row, whose answer differs: who does not look answers the same. Writes a table and bench/results/images.json.
 """
 
