@@ -86,15 +86,20 @@ def _parts(content: str) -> list[dict[str, Any]]:
     return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts if text != ""]
 
 
-def check_spelled(messages: Sequence[Message], tokenizer: Tokenizer, sight: Sight, row: Row) -> None:
-    """Raise UserError for text that spells a token of images: it would be taken for one."""
-    for token in (sight.image_token, sight.start_token, sight.end_token):
-        spelled = str(tokenizer.decode([token], skip_special_tokens=False))
-        if any(spelled in message["content"] for message in messages):
-            raise UserError(
-                f"{row.where}: the prompt's text spells {spelled}, which the model takes for an image's. Write {PLACE} where an "
-                "image of the row stands, and leave it out elsewhere."
-            )
+def spellings(tokenizer: Tokenizer, sight: Sight) -> list[str]:
+    """How the tokens of images are spelled."""
+    tokens = (sight.image_token, sight.start_token, sight.end_token)
+    return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in tokens]
+
+
+def check_spelled(messages: Sequence[Message], texts: Sequence[str], row: Row) -> None:
+    """Raise UserError for text that spells a token of images: it would be taken for one. texts: `spellings`."""
+    found = [text for text in texts if any(text in message["content"] for message in messages)]
+    if found:
+        raise UserError(
+            f"{row.where}: the prompt's text spells {found[0]}, which the model takes for an image's. Write {PLACE} where an "
+            "image of the row stands, and leave it out elsewhere."
+        )
 
 
 def expanded(token_ids: TokenArray, images: Sequence[Image], sight: Sight, row: Row) -> TokenArray:

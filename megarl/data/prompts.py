@@ -35,7 +35,7 @@ from megarl.data.chat import (
 )
 from megarl.data.digests import TEMPLATE, Digester
 from megarl.data.heard import Hearing
-from megarl.data.image_places import as_text, check_spelled, expanded, in_parts, placed
+from megarl.data.image_places import as_text, check_spelled, expanded, in_parts, placed, spellings
 from megarl.data.images import Sight, identity, paths_of, row_images
 from megarl.data.row_set import ROWS_PER_BATCH, count_rows
 from megarl.data.rows import Row, json_type, read_rows, without_field
@@ -331,6 +331,7 @@ def _tokenised(
             "writes."
         )
     rows, hearing = (parse_row(row, data, answered=answered, sight=sight) for row in read_rows(path)), Hearing()
+    spelled = spellings(tokenizer, sight) if sight is not None else []
     while batch := list(islice(rows, ROWS_PER_BATCH)):
         for parsed in batch:
             if not answered and parsed.row.fields.get(ROW_KWARGS):
@@ -345,7 +346,7 @@ def _tokenised(
         ids = encode(tokenizer, texts, special_tokens=not templated)
         if sight is not None:
             for parsed in batch:
-                check_spelled(parsed.messages, tokenizer, sight, parsed.row)
+                check_spelled(parsed.messages, spelled, parsed.row)
             ids = [expanded(each, parsed.images, sight, parsed.row) for each, parsed in zip(ids, batch, strict=True)]
         yield from zip(batch, ids, texts, strict=True)
 
