@@ -91,8 +91,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_dropout_fusion=fused,
         bias_activation_fusion=fused_activation,
-        # Megatron 0.16.1 tells the kernel for packed sequences nothing of neighbours: it would rotate halves.
-        # And it knows no positions of a token's own.
+        # Megatron 0.16.1 tells the kernel for packed sequences nothing of neighbours, nor of positions of a token's own.
         apply_rope_fusion=fused and config.mla is None and not config.interleaved_rope and config.vision is None,
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
