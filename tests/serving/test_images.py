@@ -108,7 +108,7 @@ def test_a_request_that_was_taken_back_or_held_goes_on_with_its_image(served: Se
 
     async def go() -> None:
         async with ServerClient(served.endpoint) as client:
-            running = await begun(client, lambda: served.ask(client, shown, 250))
+            running = await begun(client, lambda: served.ask(client, shown, 120))
             await client.pause(mode)
             await client.resume()
             assert served.off(shown, await running) < CLOSE

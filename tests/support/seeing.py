@@ -27,7 +27,7 @@ from megarl.sync.held import MLP_PADDING, VOCAB_PADDING
 from tests.support.forked_servers import Copies
 from tests.support.platforms import chosen
 from tests.support.served import KEY, ON_DEVICES, START_S
-from tests.support.vision import Architecture, write_tiny_vision_model
+from tests.support.vision import QWEN2_5, Architecture, write_tiny_vision_model
 
 WIDE_COLUMNS = (".down_proj.weight", ".linear_fc2.weight")
 CHUNK = 16  # tokens of a prompt that a server computes at once: images are cut in two
@@ -159,7 +159,7 @@ class Seeing:
 @contextmanager
 def seeing(copies: Copies, folder: Path, architecture: Architecture, tp: int = 1) -> Iterator[Seeing]:
     """A server of a tiny model."""
-    model = write_tiny_vision_model(folder / "model", architecture, seed=3)
+    model = write_tiny_vision_model(folder / "model", architecture, seed=3, published=architecture == QWEN2_5)
     extra = ("--chunked-prefill-size", str(CHUNK), *(ON_DEVICES if chosen().has_device_memory else ()))
     spec = ServerSpec(model, "float32", tp=tp, kv_tokens=4096, context_length=1024, extra=extra)
     server = copies.server("server", spec, chosen(), ProcessPlace(folder / "logs", KEY))
