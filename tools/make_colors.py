@@ -1,4 +1,4 @@
-"""Writes a task that only who sees can solve: images of a few squares, each of one color, and the question which color one has.
+"""Writes a task that only who sees can solve: images of a square, or of some, and the question which color it has.
 
 train.jsonl and eval.jsonl (`prompt` with `<image>` in it, `images`, `answer`), the images beside them, no image in both; and
 sft.jsonl (`prompt`, `response`), a warm start without images in which every color is named equally often: after it the model
@@ -32,14 +32,14 @@ def draw(names: tuple[str, ...], rng: random.Random, side: int) -> Image.Image:
 
 def question(place: int, squares: int) -> str:
     """What the model is asked."""
-    return "What is 1?" if squares == 1 else f"What is {place + 1}?"
+    return "What color?" if squares == 1 else f"What color is {place + 1}?"
 
 
 def make_colors(
     folder: Path,
     *,
     seed: int = 1,
-    squares: int = 2,
+    squares: int = 1,
     side: int = 56,
     num_train: int = 2048,
     num_eval: int = 64,
@@ -76,7 +76,7 @@ def main(
     seed: Annotated[
         int, typer.Option(min=0, help="Seed of shades and guesses. The same seed gives the same bytes.")
     ] = 1,
-    squares: Annotated[int, typer.Option(help="Squares of an image, 1 to 9.")] = 2,
+    squares: Annotated[int, typer.Option(help="Squares of an image, 1 to 9.")] = 1,
     side: Annotated[int, typer.Option(min=28, help="Pixels of a square's side.")] = 56,
     train: Annotated[int, typer.Option(min=1, help="Rows to train on with reinforcement learning.")] = 2048,
     held_out: Annotated[int, typer.Option("--eval", min=1, help="Held-out rows.")] = 64,

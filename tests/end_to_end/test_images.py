@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def inputs(tmp_path: Path) -> Path:
     """Images of two sizes, of which the text part's layers take what the tower saw in two places."""
     make_tiny_vision_model(tmp_path / "model", kind="qwen3_vl", hidden_size=64)
-    make_colors(tmp_path / "data", num_train=32, num_eval=8, num_sft=1)
+    make_colors(tmp_path / "data", squares=2, num_train=32, num_eval=8, num_sft=1)
     make_colors(tmp_path / "more", squares=3, num_train=32, num_eval=1, num_sft=1)
     with (tmp_path / "data" / "train.jsonl").open("a") as rows:
         for line in (tmp_path / "more" / "train.jsonl").read_text().splitlines():
