@@ -26,7 +26,7 @@ FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 WANTED = 'wanted is a path (relative to the rows), a data URL, base64, bytes, or an object {"bytes": ..., "path": ...}'
 SHORTEST_BASE64 = 64  # characters: no image is so small
 MOST_FITS = 32
-SHOWN = 80  # characters of a path in an error
+SHOWN = 300  # characters of a path, or of what PIL says, in an error
 
 
 class Sight(Protocol):
@@ -192,7 +192,7 @@ def _unreadable(source: Path | bytes, where: str, error: Exception) -> UserError
         return UserError(f"{where}: there is no file {what}.{hint} Correct the path, or leave the row out; {WANTED}.")
     if isinstance(error, OSError) and error.strerror:
         return UserError(f"{where}: {what} cannot be read: {error.strerror}. Mend it, or leave the row out.")
-    reason = f" ({type(error).__name__}: {shortened(' '.join(str(error).split()), 2 * SHOWN)})"
+    reason = f" ({type(error).__name__}: {shortened(' '.join(str(error).split()), SHOWN)})"
     if isinstance(error, PIL.UnidentifiedImageError):  # which names an object of ours
         reason = ""
     return UserError(
