@@ -14,7 +14,7 @@ import pkgutil
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from megarl.core.loading import without_collection
 from megarl.core.stand_in import standing_in
@@ -36,6 +36,12 @@ class ImagesProcessor:
 
     def __init__(self, image_processor: Any, tokenizer: Any) -> None:
         self.image_processor, self.tokenizer = image_processor, tokenizer
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """A prompt's text and all that it shows at once, which SGLang asks for where it prepares no image alone."""
+        raise NotImplementedError(
+            "On a CPU megarl's servers prepare images alone: there are no videos, and --mm-preprocess-cache-size-mb is over 0."
+        )
 
     @property
     def chat_template(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from megarl.sync.verify import probe_servers, verify
 from tests.support.forked_servers import Copies
 from tests.support.hashes import differing
 from tests.support.platforms import chosen
-from tests.support.seeing import HfVision, Seeing, seeing
+from tests.support.seeing import HfVision, Seeing
 from tests.support.served import NEEDS
 from tests.support.sglang_held import sums_of
 from tests.support.vision import QWEN2_5, QWEN3, Architecture, png, write_tiny_vision_model
@@ -29,15 +29,6 @@ from tests.sync.written import DiskBuckets, SharedBuckets
 
 pytestmark = pytest.mark.needs(*NEEDS)
 PROBE = [[5, 6, 7, 8, 9, 10], [40, 30, 20]]
-
-
-@pytest.fixture(scope="module", params=[QWEN2_5, QWEN3])
-def served(
-    request: pytest.FixtureRequest, copies: Copies, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Seeing]:
-    """One server of each architecture."""
-    with seeing(copies, tmp_path_factory.mktemp("seeing"), request.param) as found:
-        yield found
 
 
 def sums(tensors: Mapping[str, torch.Tensor]) -> Sums:
@@ -51,41 +42,41 @@ def sums(tensors: Mapping[str, torch.Tensor]) -> Sums:
     return found
 
 
-def tower_at(served: Seeing) -> Sums:
+def tower_at(seen: Seeing) -> Sums:
     """What the server says of its own."""
-    [told] = asyncio.run(server_sums(served.endpoint, 60.0))
+    [told] = asyncio.run(server_sums(seen.endpoint, 60.0))
     return {name: digest for name, digest in told.items() if name.startswith(TOWER)}
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "shared_memory", "disk", "disk in place"])
 def test_the_text_part_arrives_by_every_transport_and_the_tower_stays(
-    served: Seeing, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seen: Seeing, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if transport == "broadcast" and chosen().backend != "gloo":
         pytest.skip("needs gloo between both ends, and servers on devices take NCCL")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as in the processes of a run
-    trainer, tower = served.reference, sums(served.reference.tower())
-    assert tower_at(served) == tower
+    trainer, tower = seen.reference, sums(seen.reference.tower())
+    assert tower_at(seen) == tower
     trainer.perturb(len(transport))
-    assert differing(served.endpoint, served.folder, tensors=dict(trainer.text())) != []
+    assert differing(seen.endpoint, seen.folder, tensors=dict(trainer.text())) != []
     sender: BroadcastBuckets | SharedBuckets | DiskBuckets = SharedBuckets(tmp_path / "registry")
     if transport == "broadcast":
         sender = BroadcastBuckets()
     elif transport != "shared_memory":
         sender = DiskBuckets(tmp_path, in_place=transport.endswith("place"))
-    report = sender.send(lambda: iter(trainer.buckets()), 1, [served.endpoint])
+    report = sender.send(lambda: iter(trainer.buckets()), 1, [seen.endpoint])
     sender.close()
     assert report is not None and report.failed == {}
-    assert differing(served.endpoint, served.folder, tensors=dict(trainer.text())) == []
-    assert tower_at(served) == tower
-    answers = asyncio.run(probe_servers([served.endpoint], PROBE, 60.0))
+    assert differing(seen.endpoint, seen.folder, tensors=dict(trainer.text())) == []
+    assert tower_at(seen) == tower
+    answers = asyncio.run(probe_servers([seen.endpoint], PROBE, 60.0))
     assert verify([trainer.logprobs(row, []) for row in PROBE], answers.logprobs, 1e-4, 1) < 1e-5
     square = trainer.vision.square
     shown = trainer.shown([5, 6, 7], png(3 * square, 2 * square), [8, 9])
 
     async def off() -> float:
-        async with ServerClient(served.endpoint) as client:
-            return served.off(shown, await served.ask(client, shown, 6))
+        async with ServerClient(seen.endpoint) as client:
+            return seen.off(shown, await seen.ask(client, shown, 6))
 
     assert asyncio.run(off()) < 1e-5
 
