@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 ARCHITECTURES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
 PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 16}
 MERGE = 2  # patches of a token's side
-HEAD, HEADS, KV_HEADS = 32, 4, 2
+HEAD, KV_HEADS = 32, 2
 AXES = [6, 5, 5]  # of a head's 16 frequencies: time, row, column
 Kind = Literal["qwen2_5_vl", "qwen3_vl"]
 
@@ -56,7 +56,7 @@ def _config(kind: Kind, tokenizer: PreTrainedTokenizerFast, *, hidden_size: int,
         "hidden_size": hidden_size,
         "intermediate_size": 3 * hidden_size,
         "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
+        "num_attention_heads": hidden_size // HEAD,
         "num_key_value_heads": KV_HEADS,
         "max_position_embeddings": context,
         "initializer_range": INITIALIZER_RANGE,
@@ -97,8 +97,11 @@ def make_tiny_vision_model(
 ) -> int:
     """Write config, tokenizer, image processor's settings and random weights (float32); returns the parameter count.
 
-    The same arguments give the same bytes. Torch's global random state is left as it was.
+    The same arguments give the same bytes. Torch's global random state is left as it was. Raises ValueError for a width that is
+    not a multiple of 64: a head has 32, and there are two for each of keys and values.
     """
+    if hidden_size % (KV_HEADS * HEAD):
+        raise ValueError(f"hidden_size={hidden_size} is no multiple of {KV_HEADS * HEAD}")
     import transformers
 
     tokenizer = make_vision_tokenizer()
@@ -130,7 +133,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder to write; made if missing, overwritten if there.")],
     kind: Annotated[str, typer.Option(help="qwen2_5_vl or qwen3_vl.")] = "qwen2_5_vl",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights. The same seed gives the same bytes.")] = 1,
-    hidden_size: Annotated[int, typer.Option(min=32, help="Width of the text part's residual stream.")] = 128,
+    hidden_size: Annotated[int, typer.Option(min=64, help="Width of the text part's residual stream.")] = 128,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the text part.")] = 2,
     context: Annotated[int, typer.Option(min=64, help="Longest sequence, in tokens.")] = 512,
 ) -> None:
@@ -142,7 +145,10 @@ def main(
     if kind not in PATCH:
         raise typer.BadParameter(f"{kind!r}: allowed are {' and '.join(PATCH)}")
     sizes = {"hidden_size": hidden_size, "layers": layers, "context": context}
-    parameters = make_tiny_vision_model(out, kind=kind, seed=seed, **sizes)  # type: ignore[arg-type]
+    try:
+        parameters = make_tiny_vision_model(out, kind=kind, seed=seed, **sizes)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     typer.echo(f"{out}: {ARCHITECTURES[kind]}, {parameters / 1e6:.2f}M random parameters, seed {seed}")
 
 
