@@ -45,10 +45,10 @@ def _model_of(role: str, folder: Path, recipe: AnyRecipe, policy: ModelConfig) -
             f"{key} is a language model, and a reward model has a head of one score (its architecture ends on "
             "ForSequenceClassification, num_labels 1). Train one by `megarl rm`, or name a folder that has it."
         )
-    if role == "teacher" and model.vision is not None and model.vision != policy.vision:
+    if role == "teacher" and not _sees_alike(model, policy):
         raise UserError(
-            f"{key} is shown images in another way than model.path is (tokens and sizes in config.json and "
-            "preprocessor_config.json), and it is given the policy's. Name a teacher of the policy's family, or one of text."
+            f"{key} has another token for a square of an image than model.path has, or squares of another size, and it is given "
+            "the policy's images. Name a teacher of the policy's family, or one of text."
         )
     if role == "teacher" and model.head == "score":
         raise UserError(f"{key} has a score head and no vocabulary: it gives no log-probs. Name a language model.")
@@ -63,6 +63,11 @@ def _model_of(role: str, folder: Path, recipe: AnyRecipe, policy: ModelConfig) -
     if isinstance(recipe, Recipe):
         check_context(model, longest_sample(recipe), SAMPLE_PARTS, key)
     return model
+
+
+def _sees_alike(teacher: ModelConfig, policy: ModelConfig) -> bool:
+    ours, theirs = policy.vision, teacher.vision
+    return ours is None or theirs is None or (ours.image_token, ours.square) == (theirs.image_token, theirs.square)
 
 
 def check_scored(model: ModelConfig, role: str, folder: Path) -> None:

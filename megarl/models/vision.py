@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.hf_fields import Fields
+from megarl.models.tower_size import tower_elements
 
 PREPROCESSOR = "preprocessor_config.json"
 LONGEST_SIDE = 200  # of the shorter: what is narrower is no image for these models
@@ -37,7 +38,8 @@ class Vision:
     image_token: stands for one square of an image, between start_token and end_token. square: pixels of its side. least_pixels,
     most_pixels: of an image, which is made larger or smaller until it has as many. axes: of a head's frequencies, how many turn
     by a token's place in time, by its row, and by its column. interleaved: these take turns, as far as they go. deepstack: how
-    many of the first layers add what the tower saw earlier to the hidden states of images (Qwen3-VL).
+    many of the first layers add what the tower saw earlier to the hidden states of images (Qwen3-VL). tower_elements: of its
+    weights.
     """
 
     image_token: int
@@ -49,6 +51,7 @@ class Vision:
     axes: tuple[int, int, int]
     interleaved: bool = False
     deepstack: int = 0
+    tower_elements: int = 0
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """Width and height at which an image of this size comes to the model. Raises ValueError for one that is too narrow."""
@@ -147,6 +150,7 @@ def parse_vision(raw: Mapping[str, Any], path: Path, processor: Mapping[str, Any
         axes=(axes[0], axes[1], axes[2]),
         interleaved=rope.flag("mrope_interleaved", False),
         deepstack=len(tower.counts("deepstack_visual_indexes")),
+        tower_elements=tower_elements(tower),
     )
 
 

@@ -137,7 +137,12 @@ def test_a_model_that_sees_images_has_no_head_of_one_score(tmp_path: Path) -> No
 def test_a_teacher_is_shown_images_as_the_policy_is(tmp_path: Path) -> None:
     seeing = write_tiny_vision_model(tmp_path / "seeing")
     shutil.copytree(seeing, tmp_path / "other")
-    said = tmp_path / "other" / "preprocessor_config.json"
-    said.write_text(said.read_text().replace('"max_pixels": 9408', '"max_pixels": 19408'))
-    with pytest.raises(UserError, match=r"teacher.path .*other is shown images in another way than model.path is"):
+    sizes = tmp_path / "other" / "preprocessor_config.json"
+    sizes.write_text(sizes.read_text().replace('"max_pixels": 9408', '"max_pixels": 19408'))
+    check(seeing, teacher=Teacher(path=tmp_path / "other"))  # it is given images of the policy's sizes
+    said = tmp_path / "other" / "config.json"
+    said.write_text(said.read_text().replace('"image_token_id": 82', '"image_token_id": 83'))
+    with pytest.raises(
+        UserError, match=r"teacher.path .*other has another token for a square of an image than model.path"
+    ):
         check(seeing, teacher=Teacher(path=tmp_path / "other"))

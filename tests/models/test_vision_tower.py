@@ -11,6 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from megarl.core.errors import UserError
+from megarl.models.hf_config import load_model_config
 from megarl.models.vision_tower import Tower
 from tests.support.tolerances import Tolerance
 from tests.support.vision import QWEN2_5, QWEN3, SQUARE, Architecture, png, write_tiny_vision_model
@@ -39,6 +40,9 @@ def test_features_are_those_of_the_whole_model(
     for one, other in zip(found, levels, strict=True):
         assert (one - other).abs().max() < bounds.logprob * other.abs().max()
     assert not any(parameter.requires_grad for parameter in tower.module.parameters())
+    vision = load_model_config(folder).vision
+    assert vision is not None
+    assert vision.tower_elements == sum(parameter.numel() for parameter in tower.module.parameters())
 
 
 def test_the_last_images_are_kept_up_to_a_bound(tmp_path: Path, device: str) -> None:
