@@ -26,6 +26,7 @@ FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 WANTED = 'wanted is a path (relative to the rows), a data URL, base64, bytes, or an object {"bytes": ..., "path": ...}'
 SHORTEST_BASE64 = 64  # characters: no image is so small
 MOST_FITS = 32
+ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and those of its values that exchange width and height
 SHOWN = 300  # characters of a path, or of what PIL says, in an error
 
 
@@ -93,13 +94,15 @@ def pngs(images: Sequence[Image], where: str) -> tuple[bytes, ...]:
 def png(image: Image, where: str) -> bytes:
     """The image's pixels, RGB, resized to its size, as a PNG: the same bytes whenever it is made.
 
-    Alpha is left out, and an orientation by EXIF is not heeded. where: for errors. Raises UserError where it cannot be decoded.
+    Turned as EXIF has its orientation, and without alpha, as transformers has it. where: for errors. Raises UserError where it
+    cannot be decoded.
     """
     import PIL.Image
+    import PIL.ImageOps
 
     try:
         with _opened(image.source) as opened:
-            pixels = opened.convert("RGB")
+            pixels = PIL.ImageOps.exif_transpose(opened).convert("RGB")
     except Exception as error:  # its decoders raise what they like for a file that is damaged
         raise _unreadable(image.source, where, error) from error
     if pixels.size != (image.width, image.height):
@@ -115,6 +118,8 @@ def _image(given: object, folder: Path, where: str, sight: Sight) -> Image:
     try:
         with _opened(source) as opened:
             width, height = opened.size
+            if opened.getexif().get(ORIENTATION) in SIDEWAYS:
+                width, height = height, width
     except Exception as error:  # as of `png`
         raise _unreadable(source, where, error) from error
     try:

@@ -130,6 +130,19 @@ def test_pixels_are_as_transformers_has_them(folder: Path, mode: str) -> None:
     assert (pixels_of(png(found, "")) == np.asarray(theirs)).all()
 
 
+@pytest.mark.parametrize("orientation", range(9))
+def test_a_photograph_is_turned_as_transformers_turns_it(folder: Path, orientation: int) -> None:
+    from transformers.image_utils import load_image
+
+    profile = PIL.Image.Exif()
+    profile[0x0112] = orientation
+    (folder / "photograph.png").write_bytes(picture(12, 8, exif=profile))
+    [found] = images(folder, "photograph.png")
+    theirs = load_image(str(folder / "photograph.png"))
+    assert (found.width, found.height) == theirs.size == ((8, 12) if orientation > 4 else (12, 8))
+    assert (pixels_of(png(found, "")) == np.asarray(theirs)).all()
+
+
 def test_a_processor_of_transformers_leaves_our_png_as_it_is(folder: Path) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -161,7 +174,7 @@ def test_a_size_that_does_not_settle_is_refused(folder: Path) -> None:
 
 def test_a_png_is_the_same_bytes_whenever_it_is_made_and_holds_pixels_alone(folder: Path) -> None:
     profile = PIL.Image.Exif()
-    profile[0x0112] = 6  # turned by a quarter, which nobody heeds
+    profile[0x010F] = "who made the camera"
     [found] = images(folder, picture(30, 20, kind="JPEG", exif=profile, icc_profile=b"x" * 300, dpi=(3, 3)))
     made = png(found, "")
     assert (found.width, found.height) == (16, 8)
