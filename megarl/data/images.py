@@ -102,7 +102,8 @@ def png(image: Image, where: str) -> bytes:
 
     try:
         with _opened(image.source) as opened:
-            pixels = PIL.ImageOps.exif_transpose(opened).convert("RGB")
+            upright = PIL.ImageOps.exif_transpose(opened) if _orientation(opened) is not None else opened
+            pixels = upright.convert("RGB")
     except Exception as error:  # its decoders raise what they like for a file that is damaged
         raise _unreadable(image.source, where, error) from error
     if pixels.size != (image.width, image.height):
@@ -118,7 +119,7 @@ def _image(given: object, folder: Path, where: str, sight: Sight) -> Image:
     try:
         with _opened(source) as opened:
             width, height = opened.size
-            if opened.getexif().get(ORIENTATION) in SIDEWAYS:
+            if _orientation(opened) in SIDEWAYS:
                 width, height = height, width
     except Exception as error:  # as of `png`
         raise _unreadable(source, where, error) from error
@@ -126,6 +127,13 @@ def _image(given: object, folder: Path, where: str, sight: Sight) -> Image:
         return Image(source, *_settled(width, height, sight))
     except ValueError as error:
         raise UserError(f"{where}: {error}. Cut the image, or leave the row out.") from error
+
+
+def _orientation(opened: PIL.Image.Image) -> int | None:
+    """What EXIF says of it. A PNG that has none before its pixels is not asked: PIL would decode it whole, to look behind them."""
+    if opened.format == "PNG" and "exif" not in opened.info:
+        return None
+    return opened.getexif().get(ORIENTATION)
 
 
 def _settled(width: int, height: int, sight: Sight) -> tuple[int, int]:
