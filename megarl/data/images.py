@@ -130,7 +130,7 @@ def _image(given: object, folder: Path, where: str, sight: Sight) -> Image:
 
 
 def _orientation(opened: PIL.Image.Image) -> int | None:
-    """What EXIF says of it. A PNG that has none before its pixels is not asked: PIL would decode it whole, to look behind them."""
+    """What EXIF says of it. A PNG that has none before its pixels is not asked: PIL would decode it, to look behind them."""
     if opened.format == "PNG" and "exif" not in opened.info:
         return None
     return opened.getexif().get(ORIENTATION)
