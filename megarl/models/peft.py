@@ -27,11 +27,14 @@ from megarl.models.config import ModelConfig
 from megarl.models.hf_gather import Gatherer, export_buckets
 from megarl.models.hf_weights import Value, layer_spec
 from megarl.models.lora_settings import LoraSettings, linear_of, target_of
+from megarl.models.multimodal import whole_name
 from megarl.models.rules import LayerSpec, Rule, Slot, Source, rules
 
 BUCKET_BYTES = 2**26
 LAYERS = "decoder.layers."
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+MODEL = "base_model.model."  # before the model's own names in PEFT's files
+TOWER = r"(.*\.)?visual\..*"  # modules of a vision tower, some of which are called as linears of the text part are
 
 
 def save_peft(
@@ -53,6 +56,9 @@ def save_peft(
     tensors = peft_tensors(chunks, config, settings, layout, rank, group)
     if rank != 0:
         return
+    if config.vision is not None:
+        # PEFT knows modules by transformers' names, whichever the folder's weights have.
+        tensors = {MODEL + whole_name(name.removeprefix(MODEL), newer=True): each for name, each in tensors.items()}
     temporary = folder.with_name(f".tmp-{folder.name}")
     if temporary.exists():
         shutil.rmtree(temporary)
@@ -151,6 +157,7 @@ def peft_config(config: ModelConfig, settings: LoraSettings, base_model: str) ->
         "lora_dropout": 0.0,
         "target_modules": _target_modules(config, settings),  # where it is null PEFT chooses some
         **({"target_parameters": sorted(stacked)} if stacked else {}),
+        **({"exclude_modules": TOWER} if config.vision is not None else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -221,4 +228,4 @@ def _source_of_b(weight: Source, rank: int) -> Source:
 
 
 def _peft_name(weight: str, factor: str) -> str:
-    return f"base_model.model.{weight.removesuffix('.weight')}.{factor}.weight"
+    return f"{MODEL}{weight.removesuffix('.weight')}.{factor}.weight"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +22,16 @@ from megarl.core.ports import free_port
 from megarl.core.types import MiniBatch, Shard
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import tower_index
+from megarl.models.peft import CONFIG, MODEL
 from megarl.models.vision import Vision
+from megarl.recipe.roles import Lora
 from megarl.training.manifest import HF_FOLDER
 from megarl.training.rank import Rank
 from tests.support.forked_ranks import Ranks
 from tests.support.tolerances import Tolerance
 from tests.support.vision import QWEN2_5, QWEN3, png, write_tiny_vision_model
 from tests.training.harness import OPTIMIZER
-from tests.training.seeing import Pictured, pictured_shards, reference, seeing_spec, some_pictured
+from tests.training.seeing import Pictured, pictured_shards, reference, seeing_spec, some_pictured, transformers_model
 from tests.training.seeing_ranks import CASES, MICRO_BATCHES
 
 ARCHITECTURES = [QWEN2_5, QWEN3]
@@ -125,6 +130,39 @@ def test_what_was_trained_and_written_is_what_transformers_loads(
     rank.build("again", seeing_spec(target))
     [[again]] = rank.logprobs("again", shard) or []
     assert np.array_equal(column, again)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_adapters_are_written_for_the_modules_that_transformers_has(
+    rank: Rank, folders: dict[str, Path], architecture: str, tmp_path: Path, bounds: Tolerance
+) -> None:
+    """Added to these by hand they are what was trained, and none is looked for in the tower."""
+    folder, vision = folders[architecture], seen_by(folders[architecture])
+    made = some_pictured(vision)
+    lora = Lora(rank=2, alpha=4.0, targets=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
+    rank.build("actor", replace(seeing_spec(folder, lora=lora), optimizer=OPTIMIZER))
+    [shard] = pictured_shards(made)
+    before = rank.logprobs("actor", shard) or []
+    rank.update("actor", shard, {})
+    [[column]] = rank.logprobs("actor", shard) or []
+    assert np.abs(column - before[0][0]).max() > 100 * bounds.logprob
+    rank.export_adapters("actor", tmp_path / "adapter")
+    tensors, settings = stored(tmp_path / "adapter"), json.loads((tmp_path / "adapter" / CONFIG).read_text())
+    model = transformers_model(folder)
+    linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    wanted = {name for name in linears if name.rpartition(".")[2] in settings["target_modules"]}
+    excluded = {name for name in wanted if re.fullmatch(settings["exclude_modules"], name)}
+    names = {name.removeprefix(MODEL).rpartition(".lora_")[0] for name in tensors}
+    assert names == wanted - excluded and len(names) == 7 * load_model_config(folder).num_layers
+    with torch.no_grad():
+        for name in names:
+            a, b = (tensors[f"{MODEL}{name}.lora_{factor}.weight"] for factor in "AB")
+            model.get_submodule(name).weight += 4.0 / 2 * b @ a
+    model.save_pretrained(tmp_path / "merged")
+    for file in ("preprocessor_config.json", "config.json"):
+        shutil.copyfile(folder / file, tmp_path / "merged" / file)
+    by_hand = torch.cat(reference(tmp_path / "merged", vision, made)[0]).numpy()
+    assert np.abs(column - by_hand).max() < bounds.logprob
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
