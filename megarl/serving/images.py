@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.core.types import TokenArray
 from megarl.data.image_places import collapsed
+from megarl.serving.answers import AnswerError
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,17 @@ class SentImages:
     token: int
 
     def body(self, token_ids: TokenArray) -> dict[str, Any]:
-        """What of a request's body is said of them: a server takes one token an image, and makes of it as many as there are."""
+        """What of a request's body is said of them: a server takes one token an image, and makes of it as many as there are.
+
+        Raises AnswerError where a piece of the response, behind the prompt, has that token.
+        """
         ids = collapsed(token_ids, self.token)
-        assert (places := int((ids == self.token).sum())) == len(self.pngs), (places, len(self.pngs))
+        places = int((ids == self.token).sum())
+        assert places >= len(self.pngs), (places, len(self.pngs))
+        if places > len(self.pngs):
+            raise AnswerError(
+                f"the response was cut off behind token {self.token}, which the policy wrote and a server takes for an image"
+            )
         return {"input_ids": ids, "image_data": [_url(png) for png in self.pngs]}
 
 

@@ -192,6 +192,22 @@ def asked(server: FakeSglang, call: Callable[[ServerClient], Awaitable[T]]) -> T
     return asyncio.run(go())
 
 
+def test_a_response_in_pieces_fails_behind_a_token_of_images_and_nothing_else_does() -> None:
+    server = Server(
+        answer=lambda body: generation([TOKEN] * body["sampling_params"]["max_new_tokens"], finish="length")
+    )
+
+    async def call(client: ServerClient) -> None:
+        request = Request(PROMPTS[0].token_ids, Sampling(4), pictures=Pictures(PROMPTS[0], TOKEN))
+        with pytest.raises(RequestFailedError, match="cut off behind token 7, which the policy wrote"):
+            await request.go_on(client, no_text, deadline_s=9.0, piece_tokens=2)
+        whole = Request(PROMPTS[0].token_ids, Sampling(4), pictures=Pictures(PROMPTS[0], TOKEN))
+        answered = await whole.go_on(client, no_text, deadline_s=9.0, piece_tokens=4)
+        assert answered is not None and answered.token_ids.tolist() == [TOKEN] * 4
+
+    asked(server, call)
+
+
 @pytest.mark.parametrize("written", [5, TOKEN])
 def test_what_is_cut_off_goes_on_with_its_images_but_not_behind_a_token_of_images(written: int) -> None:
     """A server would take that for the place of another image."""
