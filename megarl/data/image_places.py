@@ -18,6 +18,7 @@ from megarl.data.images import Sight
 from megarl.data.rows import Row, json_type
 
 PLACE = "<image>"
+_OWN = ("image", "path", "url", "base64", "bytes", "image_url")  # where other systems' parts have an image itself
 _WANTED = 'wanted are parts like {"type": "text", "text": "..."} and {"type": "image"}'
 
 
@@ -40,7 +41,12 @@ def _joined(parts: Sequence[object], where: str) -> str:
     texts = []
     for number, part in enumerate(parts, 1):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "image":
+        if kind == "image" and isinstance(part, Mapping):
+            if own := next((key for key in _OWN if part.get(key)), None):
+                raise UserError(
+                    f"{where}, part {number} of its content: it has its image in {own!r}. Images are read of the row's "
+                    'field that data.images_key names: list it there, and leave the part as {"type": "image"}.'
+                )
             texts.append(PLACE)
         elif kind == "text" and isinstance(part, Mapping) and isinstance(part.get("text"), str):
             texts.append(part["text"])
