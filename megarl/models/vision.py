@@ -21,6 +21,7 @@ from megarl.models.hf_fields import Fields
 from megarl.models.tower_size import tower_elements
 
 PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR, IMAGE_PROCESSOR = "processor_config.json", "image_processor"  # as transformers 5 writes both into one file
 LONGEST_SIDE = 200  # of the shorter: what is narrower is no image for these models
 
 # What a file of a PNG image begins with, and where its header says how large it is (RFC 2083, 4.1.1).
@@ -158,10 +159,22 @@ def load_vision(folder: Path) -> Vision:
     """Of a multimodal HF folder. Raises UserError."""
     path = folder / "config.json"
     raw = read_object(path, "Export the model again.")
-    if not (folder / PREPROCESSOR).is_file():
+    if (processor := read_processor(folder)) is None:
         raise UserError(
             f"{folder} has no {PREPROCESSOR}, which says at which size images come to the model. Copy it there."
         )
-    return parse_vision(
-        raw, path, read_object(folder / PREPROCESSOR, "Copy it again from where the model was published.")
-    )
+    return parse_vision(raw, path, processor)
+
+
+def read_processor(folder: Path) -> Mapping[str, Any] | None:
+    """What the folder says of how images come to the model; None where it says nothing. Raises UserError.
+
+    Where it is in two files transformers goes by the newer one, in which it is a part of the whole processor.
+    """
+    for name, part in ((PROCESSOR, IMAGE_PROCESSOR), (PREPROCESSOR, None)):
+        if (folder / name).is_file():
+            said = read_object(folder / name, "Copy it again from where the model was published.")
+            found = said if part is None else said.get(part)
+            if isinstance(found, Mapping):
+                return found
+    return None
