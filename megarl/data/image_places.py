@@ -93,9 +93,9 @@ def _parts(content: str) -> list[dict[str, Any]]:
 
 
 def spellings(tokenizer: Tokenizer, sight: Sight) -> list[str]:
-    """How the tokens of images are spelled."""
-    tokens = (sight.image_token, sight.start_token, sight.end_token)
-    return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in tokens]
+    """How the tokens of images, and that of videos, are spelled."""
+    tokens = (sight.image_token, sight.start_token, sight.end_token, sight.video_token)
+    return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in tokens if token is not None]
 
 
 def check_spelled(messages: Sequence[Message], texts: Sequence[str], row: Row) -> None:
@@ -103,8 +103,8 @@ def check_spelled(messages: Sequence[Message], texts: Sequence[str], row: Row) -
     found = [text for text in texts if any(text in message["content"] for message in messages)]
     if found:
         raise UserError(
-            f"{row.where}: the prompt's text spells {found[0]}, which the model takes for an image's. Write {PLACE} where an "
-            "image of the row stands, and leave it out elsewhere."
+            f"{row.where}: the prompt's text spells {found[0]}, which the model takes for a place of an image or a video. "
+            f"Write {PLACE} where an image of the row stands, and leave it out elsewhere."
         )
 
 

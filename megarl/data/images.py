@@ -45,6 +45,10 @@ class Sight(Protocol):
     def end_token(self) -> int:
         """Stands behind an image's."""
 
+    @property
+    def video_token(self) -> int | None:
+        """Stands for a video; None where there is no such token."""
+
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """Width and height at which an image of this size comes to the model. Raises ValueError."""
 

@@ -40,7 +40,7 @@ class Vision:
     most_pixels: of an image, which is made larger or smaller until it has as many. axes: of a head's frequencies, how many turn
     by a token's place in time, by its row, and by its column. interleaved: these take turns, as far as they go. deepstack: how
     many of the first layers add what the tower saw earlier to the hidden states of images (Qwen3-VL). tower_elements: of its
-    weights.
+    weights. video_token: a server takes it for a place of a video, of which megarl has none.
     """
 
     image_token: int
@@ -53,6 +53,7 @@ class Vision:
     interleaved: bool = False
     deepstack: int = 0
     tower_elements: int = 0
+    video_token: int | None = None
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """Width and height at which an image of this size comes to the model. Raises ValueError for one that is too narrow."""
@@ -152,6 +153,7 @@ def parse_vision(raw: Mapping[str, Any], path: Path, processor: Mapping[str, Any
         interleaved=rope.flag("mrope_interleaved", False),
         deepstack=len(tower.counts("deepstack_visual_indexes")),
         tower_elements=tower_elements(tower),
+        video_token=fields.count("video_token_id", least=0) if "video_token_id" in fields.raw else None,
     )
 
 

@@ -140,6 +140,7 @@ def test_a_folder_is_the_model_of_its_text_part(architecture: Architecture, newe
     assert config.tied_embeddings and config.eos_token_ids == (2,)
     assert config.vision == load_vision(folder)
     assert config.vision is not None and config.vision.square == SQUARE[architecture]
+    assert config.vision.video_token == config.vision.image_token + 1
     assert config.vision.deepstack == (3 if architecture == QWEN3 else 0)
     assert config.rope.kind == "default"
     index = check_weights(expected_tensors(config), folder, config)
