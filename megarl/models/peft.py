@@ -32,9 +32,8 @@ from megarl.models.rules import LayerSpec, Rule, Slot, Source, rules
 
 BUCKET_BYTES = 2**26
 LAYERS = "decoder.layers."
+MODEL = "base_model.model."  # PEFT's name of what has adapters
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-MODEL = "base_model.model."  # before the model's own names in PEFT's files
-TOWER = r"(.*\.)?visual\..*"  # modules of a vision tower, some of which are called as linears of the text part are
 
 
 def save_peft(
@@ -54,11 +53,10 @@ def save_peft(
     folder of the HF model that the adapters belong to.
     """
     tensors = peft_tensors(chunks, config, settings, layout, rank, group)
+    if config.vision is not None:
+        tensors = {f"{MODEL}{whole_name(name.removeprefix(MODEL), newer=True)}": each for name, each in tensors.items()}
     if rank != 0:
         return
-    if config.vision is not None:
-        # PEFT knows modules by transformers' names, whichever the folder's weights have.
-        tensors = {MODEL + whole_name(name.removeprefix(MODEL), newer=True): each for name, each in tensors.items()}
     temporary = folder.with_name(f".tmp-{folder.name}")
     if temporary.exists():
         shutil.rmtree(temporary)
@@ -157,7 +155,6 @@ def peft_config(config: ModelConfig, settings: LoraSettings, base_model: str) ->
         "lora_dropout": 0.0,
         "target_modules": _target_modules(config, settings),  # where it is null PEFT chooses some
         **({"target_parameters": sorted(stacked)} if stacked else {}),
-        **({"exclude_modules": TOWER} if config.vision is not None else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -168,8 +165,11 @@ def peft_config(config: ModelConfig, settings: LoraSettings, base_model: str) ->
     }
 
 
-def _target_modules(config: ModelConfig, settings: LoraSettings) -> list[str]:
-    """What PEFT shall match the ends of module names with: no more than a last part, where that hits no other linear."""
+def _target_modules(config: ModelConfig, settings: LoraSettings) -> list[str] | str:
+    """What PEFT shall match the ends of module names with: no more than a last part, where that hits no other linear.
+
+    Of a model that sees images it is an expression for whole names: linears of its tower are called like others.
+    """
     found = dict[bool, set[str]]({True: set(), False: set()})
     for rule in rules(config, "torch"):
         linear = linear_of(rule)
@@ -178,7 +178,8 @@ def _target_modules(config: ModelConfig, settings: LoraSettings) -> list[str]:
             found[target_of(linear) in settings.targets] |= paths
     others = {path.rpartition(".")[2] for path in found[False]}
     lasts = {path: path.rpartition(".")[2] for path in found[True]}
-    return sorted({path if last in others else last for path, last in lasts.items()})
+    ends = sorted({path if last in others else last for path, last in lasts.items()})
+    return ends if config.vision is None else rf".*\.language_model\.layers\..*\.({'|'.join(ends)})"
 
 
 def _behind_layer(source: Source) -> str:

@@ -12,7 +12,7 @@ from megarl.core.types import Block, FloatArray, Sample
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.models.hf_config import load_model_config
-from megarl.models.sight import sight_of
+from megarl.models.recipe_vision import sight_of
 from megarl.recipe.schema import Recipe
 from megarl.recipe.scoring import served_columns
 from megarl.rollout import filters

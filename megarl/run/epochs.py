@@ -14,7 +14,7 @@ from megarl.data.mix import rows_by_set
 from megarl.data.prompts import load_prompts
 from megarl.data.supervised import load_supervised
 from megarl.models.config import ModelConfig
-from megarl.models.sight import sight_of
+from megarl.models.recipe_vision import sight_of
 from megarl.recipe.check import check_recipe
 from megarl.recipe.load import Loaded
 from megarl.recipe.schema import AnyRecipe, Recipe, RecipeT

@@ -19,7 +19,7 @@ from megarl.data.supervised import Rows
 from megarl.data.unpaired import FEWEST_ROWS, Unpaired
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import load_model_config
-from megarl.models.sight import IMAGES_KEY, sight_of
+from megarl.models.recipe_vision import IMAGES_KEY, sight_of
 from megarl.recipe.keep_rules import set_of
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SupervisedRecipe

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.models.sight import sight_of
+from megarl.models.recipe_vision import sight_of
 from megarl.models.vision import Vision
 from megarl.recipe.schema import Data
 from tests.models.configs import PLAIN
