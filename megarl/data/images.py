@@ -174,7 +174,7 @@ def _source(given: object, folder: Path, where: str) -> Path | bytes:
     path = folder / given.removeprefix("file://")
     if len(given) >= SHORTEST_BASE64 and not _is_there(path):
         try:
-            return base64.b64decode(given, validate=True)
+            return _bytes(given)
         except ValueError:
             return path  # that it is not there is told where it is opened
     return path
@@ -187,9 +187,14 @@ def _is_there(path: Path) -> bool:
         return False
 
 
+def _bytes(text: str) -> bytes:
+    """Of base64, whose lines may be broken as MIME has them (RFC 2045, 6.8). Raises ValueError."""
+    return base64.b64decode("".join(text.split()), validate=True)
+
+
 def _decoded(text: str, where: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        return _bytes(text)
     except ValueError as error:
         raise UserError(f"{where}: a data URL whose content is no base64 ({error}); {WANTED}.") from error
 
