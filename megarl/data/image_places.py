@@ -118,8 +118,8 @@ def expanded(token_ids: TokenArray, images: Sequence[Image], sight: Sight, row: 
     if len(places) != len(images) or any(token_ids[max(at - 1, 0) : at + 2].tolist() != whole for at in places):
         raise UserError(
             f"{row.where}: the model's chat template does not write its {len(images)} images as start, image and end token "
-            f"({', '.join(map(str, whole))}) each: it has {len(places)} image tokens. Take the template that the model was "
-            "published with."
+            f"({', '.join(map(str, whole))}) each: it has {len(places)} image tokens. Place images in messages of the user, "
+            "which every template shows, or take the template that the model was published with."
         )
     counts = np.ones(len(token_ids), np.int64)
     counts[places] = [sight.num_tokens(image.width, image.height) for image in images]

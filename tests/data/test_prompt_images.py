@@ -197,7 +197,7 @@ def test_text_that_spells_the_token_of_videos_is_refused(file: Path, tokenizer: 
         (TEMPLATE.replace("<|image_pad|>", ""), "does not write its 1 images as start, image and end token"),
         (TEMPLATE.replace("<|vision_end|>", ""), "does not write its 1 images as start, image and end token"),
         (TEMPLATE.replace("{{ part['text'] }}", ""), "leaves out its content"),
-        (TEMPLATE.replace("m['content'] is string", "true"), "does not write its 1 images"),
+        (TEMPLATE.replace("m['content'] is string", "true"), "Place images in messages of the user"),
     ],
 )
 def test_refused_templates(file: Path, template: str | None, says: str) -> None:
