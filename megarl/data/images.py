@@ -144,7 +144,11 @@ def _settled(width: int, height: int, sight: Sight) -> tuple[int, int]:
     """The size at which a server leaves it: a long narrow image is above the model's bounds where it was made smaller once."""
     size = sight.fitted(width, height)
     for _ in range(MOST_FITS):
-        if (again := sight.fitted(*size)) == size:
+        try:
+            again = sight.fitted(*size)
+        except ValueError as error:  # which names a size that nobody gave
+            raise ValueError(f"{width} x {height} pixels come to the model as {error}") from error
+        if again == size:
             return size
         size = again
     raise ValueError(

@@ -184,6 +184,14 @@ def test_a_size_that_does_not_settle_is_refused(folder: Path) -> None:
         row_images(Row(folder / "train.jsonl", 4, {"images": picture(4, 4)}), "images", narrow)
 
 
+def test_an_image_that_is_too_narrow_at_its_size_is_named_by_the_size_that_it_has(folder: Path) -> None:
+    row = Row(folder / "train.jsonl", 3, {"images": picture(5, 1000)})
+    with pytest.raises(
+        UserError, match="5 x 1000 pixels come to the model as 4 x 1000 pixels: the longer side is more than"
+    ):
+        row_images(row, "images", replace(SIGHT, most_pixels=10**6))
+
+
 def test_a_png_is_the_same_bytes_whenever_it_is_made_and_holds_pixels_alone(folder: Path) -> None:
     profile = PIL.Image.Exif()
     profile[0x010F] = "who made the camera"
