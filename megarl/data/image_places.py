@@ -18,6 +18,7 @@ from megarl.data.images import Sight
 from megarl.data.rows import Row, json_type
 
 PLACE = "<image>"
+_OWN = ("image", "path", "url", "base64", "bytes", "image_url")  # where other systems' parts have an image itself
 _WANTED = 'wanted are parts like {"type": "text", "text": "..."} and {"type": "image"}'
 
 
@@ -40,7 +41,12 @@ def _joined(parts: Sequence[object], where: str) -> str:
     texts = []
     for number, part in enumerate(parts, 1):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "image":
+        if kind == "image" and isinstance(part, Mapping):
+            if own := next((key for key in _OWN if part.get(key)), None):
+                raise UserError(
+                    f"{where}, part {number} of its content: it has its image in {own!r}. Images are read of the row's "
+                    'field that data.images_key names: list it there, and leave the part as {"type": "image"}.'
+                )
             texts.append(PLACE)
         elif kind == "text" and isinstance(part, Mapping) and isinstance(part.get("text"), str):
             texts.append(part["text"])
@@ -87,9 +93,9 @@ def _parts(content: str) -> list[dict[str, Any]]:
 
 
 def spellings(tokenizer: Tokenizer, sight: Sight) -> list[str]:
-    """How the tokens of images are spelled."""
-    tokens = (sight.image_token, sight.start_token, sight.end_token)
-    return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in tokens]
+    """How the tokens of images, and that of videos, are spelled."""
+    tokens = (sight.image_token, sight.start_token, sight.end_token, sight.video_token)
+    return [str(tokenizer.decode([token], skip_special_tokens=False)) for token in tokens if token is not None]
 
 
 def check_spelled(messages: Sequence[Message], texts: Sequence[str], row: Row) -> None:
@@ -97,8 +103,8 @@ def check_spelled(messages: Sequence[Message], texts: Sequence[str], row: Row) -
     found = [text for text in texts if any(text in message["content"] for message in messages)]
     if found:
         raise UserError(
-            f"{row.where}: the prompt's text spells {found[0]}, which the model takes for an image's. Write {PLACE} where an "
-            "image of the row stands, and leave it out elsewhere."
+            f"{row.where}: the prompt's text spells {found[0]}, which the model takes for a place of an image or a video. "
+            f"Write {PLACE} where an image of the row stands, and leave it out elsewhere."
         )
 
 

@@ -45,6 +45,10 @@ class Sight(Protocol):
     def end_token(self) -> int:
         """Stands behind an image's."""
 
+    @property
+    def video_token(self) -> int | None:
+        """Stands for a video; None where there is no such token."""
+
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """Width and height at which an image of this size comes to the model. Raises ValueError."""
 
@@ -170,7 +174,7 @@ def _source(given: object, folder: Path, where: str) -> Path | bytes:
     path = folder / given.removeprefix("file://")
     if len(given) >= SHORTEST_BASE64 and not _is_there(path):
         try:
-            return base64.b64decode(given, validate=True)
+            return _bytes(given)
         except ValueError:
             return path  # that it is not there is told where it is opened
     return path
@@ -183,9 +187,14 @@ def _is_there(path: Path) -> bool:
         return False
 
 
+def _bytes(text: str) -> bytes:
+    """Of base64, whose lines may be broken as MIME has them (RFC 2045, 6.8). Raises ValueError."""
+    return base64.b64decode("".join(text.split()), validate=True)
+
+
 def _decoded(text: str, where: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        return _bytes(text)
     except ValueError as error:
         raise UserError(f"{where}: a data URL whose content is no base64 ({error}); {WANTED}.") from error
 

@@ -29,7 +29,7 @@ from megarl.models.hf_rope import read_ropes, read_rotary_dim
 from megarl.models.hf_scales import read_scales
 from megarl.models.multimodal import read_multimodal, sees, unsupported
 from megarl.models.text_config import text_config
-from megarl.models.vision import PREPROCESSOR, load_vision, parse_vision
+from megarl.models.vision import load_vision, parse_vision, read_processor
 
 _REQUIRED = (
     "num_hidden_layers",
@@ -63,7 +63,7 @@ def load_model_config(folder: Path) -> ModelConfig:
 def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
     """A config.json's content as a ModelConfig; `path` is named in errors. Raises UserError.
 
-    Of a multimodal model it is the text part's, with `vision`, by a preprocessor_config.json beside where there is one.
+    Of a multimodal model it is the text part's, with `vision`, by what the folder says of images where it does.
     """
     fields = Fields(raw, path)
     return _with_vision(fields) if sees(fields.words("architectures", lone=True)) else _of_text(fields)
@@ -131,8 +131,7 @@ def _of_text(fields: Fields) -> ModelConfig:
 def _with_vision(fields: Fields) -> ModelConfig:
     """Of a multimodal model. Raises UserError."""
     text = text_config(fields, read_multimodal(fields))
-    processor = fields.path.with_name(PREPROCESSOR)
-    said = read_object(processor, "Copy it again from where the model was published.") if processor.is_file() else {}
+    said = read_processor(fields.path.parent) or {}
     model, vision = parse_model_config(text, fields.path), parse_vision(fields.raw, fields.path, said)
     if sum(vision.axes) != model.rotated // 2:
         wanted = f"as many frequencies as a head has, {model.rotated // 2}, are wanted together"

@@ -21,6 +21,7 @@ from megarl.models.hf_fields import Fields
 from megarl.models.tower_size import tower_elements
 
 PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR, IMAGE_PROCESSOR = "processor_config.json", "image_processor"  # as transformers 5 writes both into one file
 LONGEST_SIDE = 200  # of the shorter: what is narrower is no image for these models
 
 # What a file of a PNG image begins with, and where its header says how large it is (RFC 2083, 4.1.1).
@@ -39,7 +40,7 @@ class Vision:
     most_pixels: of an image, which is made larger or smaller until it has as many. axes: of a head's frequencies, how many turn
     by a token's place in time, by its row, and by its column. interleaved: these take turns, as far as they go. deepstack: how
     many of the first layers add what the tower saw earlier to the hidden states of images (Qwen3-VL). tower_elements: of its
-    weights.
+    weights. video_token: a server takes it for a place of a video, of which megarl has none.
     """
 
     image_token: int
@@ -52,6 +53,7 @@ class Vision:
     interleaved: bool = False
     deepstack: int = 0
     tower_elements: int = 0
+    video_token: int | None = None
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """Width and height at which an image of this size comes to the model. Raises ValueError for one that is too narrow."""
@@ -151,6 +153,7 @@ def parse_vision(raw: Mapping[str, Any], path: Path, processor: Mapping[str, Any
         interleaved=rope.flag("mrope_interleaved", False),
         deepstack=len(tower.counts("deepstack_visual_indexes")),
         tower_elements=tower_elements(tower),
+        video_token=fields.count("video_token_id", least=0) if "video_token_id" in fields.raw else None,
     )
 
 
@@ -158,10 +161,22 @@ def load_vision(folder: Path) -> Vision:
     """Of a multimodal HF folder. Raises UserError."""
     path = folder / "config.json"
     raw = read_object(path, "Export the model again.")
-    if not (folder / PREPROCESSOR).is_file():
+    if (processor := read_processor(folder)) is None:
         raise UserError(
             f"{folder} has no {PREPROCESSOR}, which says at which size images come to the model. Copy it there."
         )
-    return parse_vision(
-        raw, path, read_object(folder / PREPROCESSOR, "Copy it again from where the model was published.")
-    )
+    return parse_vision(raw, path, processor)
+
+
+def read_processor(folder: Path) -> Mapping[str, Any] | None:
+    """What the folder says of how images come to the model; None where it says nothing. Raises UserError.
+
+    Where it is in two files transformers goes by the newer one, in which it is a part of the whole processor.
+    """
+    for name, part in ((PROCESSOR, IMAGE_PROCESSOR), (PREPROCESSOR, None)):
+        if (folder / name).is_file():
+            said = read_object(folder / name, "Copy it again from where the model was published.")
+            found = said if part is None else said.get(part)
+            if isinstance(found, Mapping):
+                return found
+    return None

@@ -83,12 +83,13 @@ class Collector:
         notices: Notices | None = None,
         teacher: ServedTeacher | None = None,
         image_token: int | None = None,
+        video_token: int | None = None,
     ) -> None:
         """player: plays an attempt; default: asks for one response. teacher: says what it thinks of what is trained on.
 
-        image_token: of a model that sees images.
+        image_token, video_token: of a model that sees images.
         """
-        self._image_token = image_token
+        self._image_token, self._video_token = image_token, video_token
         self._recipe = recipe
         self._journal = Journal(recipe.run.folder / JOURNAL, _patience_s(recipe)) if recipe.train.journal else None
         self._prompts = prompts
@@ -147,6 +148,7 @@ class Collector:
             notices=notices,
             teacher=ServedTeacher.open(recipe, notices.tell),
             image_token=sight.image_token if sight is not None else None,
+            video_token=sight.video_token if sight is not None else None,
         )
 
     async def start(self) -> DataFacts:
@@ -246,7 +248,7 @@ class Collector:
                 for row in rows:
                     prompt = self._eval_prompts[row]
                     own = settings.of_row(prompt.metadata)
-                    sampling, pictures = held_out_sampling(recipe, prompt), Pictures(prompt, self._image_token)
+                    sampling, pictures = held_out_sampling(recipe, prompt), self._pictures(prompt)
                     making += [
                         tasks.create_task(self._sample(prompt, sampling, step, index, "eval", pictures))
                         for index in range(own.samples_per_prompt)
@@ -262,6 +264,9 @@ class Collector:
     def probe(self) -> list[list[int]]:
         """A few short token sequences, of the last step where there was one: what a weight sync is verified on."""
         return self._probe or self._some([(prompt.token_ids,) for prompt in self._prompts.prompts])
+
+    def _pictures(self, prompt: Prompt) -> Pictures:
+        return Pictures(prompt, self._image_token, self._video_token)
 
     def _some(self, sequences: Sequence[tuple[TokenArray, ...]]) -> list[list[int]]:
         """Of these, without tokens of images: what is verified is said of text."""
@@ -280,7 +285,7 @@ class Collector:
             found = await self._journal.find(task, prompt)
             if found is None:
                 self._finished.put_nowait(task.group)
-        pictures = Pictures(prompt, self._image_token)
+        pictures = self._pictures(prompt)
         made = found or await self._generated(task, prompt, pictures)
         await pictures.put(made.samples)
         self._under_way.discard(task.group)

@@ -13,10 +13,10 @@ from megarl.serving.images import SentImages
 class Pictures:
     """Made once, when they are first asked for, beside the event loop; kept as long as this is."""
 
-    def __init__(self, prompt: Prompt, image_token: int | None) -> None:
-        """image_token: of the model's Vision; None for a model that sees no images."""
+    def __init__(self, prompt: Prompt, image_token: int | None, video_token: int | None = None) -> None:
+        """image_token, video_token: of the model's Vision; None for a model that sees no images."""
         assert image_token is not None or not prompt.images, f"{prompt.id} has images that the model does not see"
-        self._prompt, self._token = prompt, image_token
+        self._prompt, self._token, self._video_token = prompt, image_token, video_token
         self._making: asyncio.Task[tuple[bytes, ...]] | None = None
 
     async def made(self) -> tuple[bytes, ...]:
@@ -30,7 +30,7 @@ class Pictures:
     async def sent(self) -> SentImages | None:
         """As requests have them; None where there are none. Raises as `made`."""
         found = await self.made()
-        return SentImages(found, self._token) if self._token is not None and found else None
+        return SentImages(found, self._token, self._video_token) if self._token is not None and found else None
 
     async def put(self, samples: Sequence[Sample]) -> None:
         """Make them the samples', but for those that failed, of which nothing is trained on. Raises as `made`."""

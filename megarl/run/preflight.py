@@ -172,7 +172,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         *taken_back_notes(recipe.reward, sources),
         *_without_effect(recipe, platform),
         *template_notes(recipe, model),
-        *row_notes(recipe, recipe.data.train, prompts, tool_tokens),
+        *row_notes(recipe, model, recipe.data.train, prompts, tool_tokens),
         *notes,
     )
     external = None if replays else check_servers(recipe, model, platform, here=here)
@@ -394,4 +394,4 @@ def _eval_rows(recipe: Recipe, model: ModelConfig, tool_tokens: int) -> tuple[Se
     prompts = checked_prompts(recipe, recipe.data.eval, model)
     asked = recipe.eval.asked(prompts.prompts)
     check_sets(recipe, recipe.data.eval, prompts.prompts, asked)
-    return asked, row_notes(recipe, recipe.data.eval, prompts, tool_tokens)
+    return asked, row_notes(recipe, model, recipe.data.eval, prompts, tool_tokens)

@@ -8,12 +8,13 @@ from pathlib import Path
 from megarl.agents.row_kinds import check_kinds
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, TokenArray
+from megarl.core.words import some
 from megarl.data.answers import accepted
 from megarl.data.chat import load_tokenizer
 from megarl.data.mix import RowsBySet
 from megarl.data.pairs import Pair
-from megarl.data.prompts import PromptSet, load_prompts
-from megarl.data.rows import place_of, read_rows
+from megarl.data.prompts import MESSAGES_KEY, PromptSet, load_prompts
+from megarl.data.rows import field_of, place_of, read_rows
 from megarl.data.supervised import Rows
 from megarl.data.unpaired import FEWEST_ROWS, Unpaired
 from megarl.models.config import ModelConfig
@@ -67,7 +68,7 @@ def check_seen(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
 def check_blind(path: Path, model: ModelConfig) -> None:
     """Raises UserError for a row with images in supervised training, which shows none to a model that could see them."""
     for row in read_rows(path) if model.vision is not None else ():
-        if row.has(IMAGES_KEY):
+        if field_of(row.fields, IMAGES_KEY):  # others may be written with an empty list
             raise UserError(
                 f"{row.where}, field {IMAGES_KEY!r}: images are shown to a model in `megarl train` alone, not in supervised "
                 "training. Leave such rows out, or remove the field where the text is enough."
@@ -239,9 +240,25 @@ def _check_judged(recipe: Recipe, held_out: Sequence[Prompt], place: Callable[[P
             )
 
 
-def row_notes(recipe: Recipe, path: Path, prompts: PromptSet, tool_tokens: int) -> tuple[str, ...]:
-    """Lines on rows that nothing can come of."""
-    return (*_without_answer(recipe, path, prompts), *_beside_tools(recipe, path, prompts, tool_tokens))
+def row_notes(recipe: Recipe, model: ModelConfig, path: Path, prompts: PromptSet, tool_tokens: int) -> tuple[str, ...]:
+    """Lines on rows that nothing can come of, or less than their model could."""
+    return (
+        *_without_answer(recipe, path, prompts),
+        *_beside_tools(recipe, path, prompts, tool_tokens),
+        *_without_images(recipe, model, path, prompts),
+    )
+
+
+def _without_images(recipe: Recipe, model: ModelConfig, path: Path, prompts: PromptSet) -> tuple[str, ...]:
+    """A line where a model that sees is shown nothing: images may lie in another field."""
+    key = recipe.data.images_key
+    if model.vision is None or key is None or any(prompt.images for prompt in prompts.prompts):
+        return ()
+    others = sorted(name for name in prompts.prompts[0].metadata if name != MESSAGES_KEY)
+    return (
+        f"no row of {path} has an image in its field {key!r} (data.images_key): the model sees none of them. Further fields of "
+        f"the first row: {some(others, MOST_SETS) or 'none'}",
+    )
 
 
 def _beside_tools(recipe: Recipe, path: Path, prompts: PromptSet, tool_tokens: int) -> tuple[str, ...]:

@@ -67,6 +67,16 @@ def test_content_in_parts_is_text_with_places_and_back() -> None:
         assert as_text(other, "here") == other, "which is refused elsewhere"
 
 
+@pytest.mark.parametrize("own", ["image", "path", "url", "image_url"])
+def test_an_image_within_a_part_is_refused_and_not_passed_over(own: str) -> None:
+    part = {"type": "image", "text": None, "index": 0}
+    assert as_text([{"role": "user", "content": [part | {own: None}]}], "here")
+    with pytest.raises(
+        UserError, match=f"here, message 1, part 1 of its content: it has its image in '{own}'. .*images_key"
+    ):
+        as_text([{"role": "user", "content": [part | {own: "a.png"}]}], "here")
+
+
 @pytest.mark.parametrize(
     ("part", "says"),
     [

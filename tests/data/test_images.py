@@ -43,13 +43,25 @@ def folder(tmp_path: Path) -> Path:
         "{root}/pictures/a.png",
         "file://{root}/pictures/a.png",
         f"data:image/png;base64,{TEXT}",
+        base64.encodebytes(DATA).decode(),
         TEXT,
         DATA,
         {"bytes": DATA, "path": "a name that is not there.png"},
         {"bytes": None, "path": "../pictures/a.png"},
         {"bytes": TEXT},
     ],
-    ids=["relative", "absolute", "file", "data URL", "base64", "bytes", "HF bytes", "HF path", "HF base64"],
+    ids=[
+        "relative",
+        "absolute",
+        "file",
+        "data URL",
+        "lines of base64",
+        "base64",
+        "bytes",
+        "HF bytes",
+        "HF path",
+        "HF base64",
+    ],
 )
 def test_a_row_gives_an_image_in_many_forms_alone_or_in_a_list(folder: Path, given: Any) -> None:
     given = given.replace("{root}", str(folder.parent)) if isinstance(given, str) else given

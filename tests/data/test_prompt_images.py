@@ -181,6 +181,15 @@ def test_refused_rows(file: Path, tokenizer: Any, sight: Vision, row: dict[str, 
     assert f"{file}, line 2" in str(caught.value) and says in str(caught.value)
 
 
+def test_text_that_spells_the_token_of_videos_is_refused(file: Path, tokenizer: Any, sight: Vision) -> None:
+    """A server would look for the video, and fail."""
+    write(file, {"prompt": "a <s>", "images": "a.png"})
+    assert load_prompts(file, tokenizer, Data(train=file), sight=sight)
+    with pytest.raises(UserError, match="line 1: the prompt's text spells <s>, which the model takes for a place of"):
+        video = tokenizer.convert_tokens_to_ids("<s>")
+        load_prompts(file, tokenizer, Data(train=file), sight=replace(sight, video_token=video))
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [

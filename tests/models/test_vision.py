@@ -17,7 +17,7 @@ from megarl.core.errors import UserError
 from megarl.models.hf_config import load_model_config, parse_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.rules import expected_tensors
-from megarl.models.vision import Vision, load_vision, png_size
+from megarl.models.vision import PREPROCESSOR, PROCESSOR, Vision, load_vision, png_size
 from tests.support.multimodal import in_newer_names
 from tests.support.vision import QWEN2_5, QWEN3, SQUARE, Architecture, png, write_tiny_vision_model
 
@@ -140,6 +140,7 @@ def test_a_folder_is_the_model_of_its_text_part(architecture: Architecture, newe
     assert config.tied_embeddings and config.eos_token_ids == (2,)
     assert config.vision == load_vision(folder)
     assert config.vision is not None and config.vision.square == SQUARE[architecture]
+    assert config.vision.video_token == config.vision.image_token + 1
     assert config.vision.deepstack == (3 if architecture == QWEN3 else 0)
     assert config.rope.kind == "default"
     index = check_weights(expected_tensors(config), folder, config)
@@ -183,3 +184,21 @@ def test_the_size_of_a_png_is_in_its_header() -> None:
     for data in (b"GIF89a", png(3, 2)[:20]):
         with pytest.raises(ValueError, match="no PNG"):
             png_size(data)
+
+
+def test_sizes_are_read_where_transformers_reads_them(tmp_path: Path) -> None:
+    """Folders that transformers 5 writes have them within the processor, and that goes before an older file."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    folder = write_tiny_vision_model(tmp_path / "model")
+    said = json.loads((folder / PREPROCESSOR).read_text())
+    of_older = load_vision(folder)
+    (folder / PROCESSOR).write_text(json.dumps({"processor_class": "Qwen2_5_VLProcessor"}))
+    assert load_vision(folder) == of_older
+    newer = {"processor_class": "Qwen2_5_VLProcessor", "image_processor": said | {"max_pixels": 5 * 28 * 28}}
+    (folder / PROCESSOR).write_text(json.dumps(newer))
+    for _ in range(2):
+        assert load_vision(folder).most_pixels == 5 * 28 * 28
+        assert load_model_config(folder).vision == load_vision(folder)
+        assert Qwen2VLImageProcessorPil.from_pretrained(folder).size["longest_edge"] == 5 * 28 * 28
+        (folder / PREPROCESSOR).unlink(missing_ok=True)

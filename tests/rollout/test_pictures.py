@@ -37,6 +37,7 @@ from tests.support.sampled import no_text
 from tests.support.sight import picture, seeing_prompt
 
 T = TypeVar("T")
+VIDEO = 4
 TOKEN = 7  # of images, in tests.support.sight
 DAMAGED = picture(64, 64)[:3000]
 # Two with an image, one without, and one whose image cannot be decoded.
@@ -192,26 +193,42 @@ def asked(server: FakeSglang, call: Callable[[ServerClient], Awaitable[T]]) -> T
     return asyncio.run(go())
 
 
-@pytest.mark.parametrize("written", [5, TOKEN])
+def test_a_response_in_pieces_fails_behind_a_token_of_images_and_nothing_else_does() -> None:
+    server = Server(
+        answer=lambda body: generation([TOKEN] * body["sampling_params"]["max_new_tokens"], finish="length")
+    )
+
+    async def call(client: ServerClient) -> None:
+        request = Request(PROMPTS[0].token_ids, Sampling(4), pictures=Pictures(PROMPTS[0], TOKEN))
+        with pytest.raises(RequestFailedError, match="cut off behind token 7, which the policy wrote"):
+            await request.go_on(client, no_text, deadline_s=9.0, piece_tokens=2)
+        whole = Request(PROMPTS[0].token_ids, Sampling(4), pictures=Pictures(PROMPTS[0], TOKEN))
+        answered = await whole.go_on(client, no_text, deadline_s=9.0, piece_tokens=4)
+        assert answered is not None and answered.token_ids.tolist() == [TOKEN] * 4
+
+    asked(server, call)
+
+
+@pytest.mark.parametrize("written", [5, TOKEN, VIDEO])
 def test_what_is_cut_off_goes_on_with_its_images_but_not_behind_a_token_of_images(written: int) -> None:
-    """A server would take that for the place of another image."""
+    """A server would take that for the place of another image, or of a video, and fail."""
     server = Server(answer=lambda _: generation([written, 8, 9], finish="abort"))
 
     async def call(client: ServerClient) -> list[dict[str, Any]]:
-        request = Request(PROMPTS[0].token_ids, Sampling(8), pictures=Pictures(PROMPTS[0], TOKEN))
+        request = Request(PROMPTS[0].token_ids, Sampling(8), pictures=Pictures(PROMPTS[0], TOKEN, VIDEO))
         assert await request.go_on(client, no_text, deadline_s=9.0) is None
-        server.answer = lambda _: generation([4, END])
-        if written == TOKEN:
-            with pytest.raises(RequestFailedError, match="cut off behind token 7, which the policy wrote"):
+        server.answer = lambda _: generation([3, END])
+        if written != 5:
+            with pytest.raises(RequestFailedError, match=f"cut off behind token {written}, which the policy wrote"):
                 await request.go_on(client, no_text, deadline_s=9.0)
         else:
             answer = await request.go_on(client, lambda ids: " ".join(map(str, ids)), deadline_s=9.0)
-            assert answer is not None and answer.token_ids.tolist() == [5, 8, 4, END]
+            assert answer is not None and answer.token_ids.tolist() == [5, 8, 3, END]
         return server.bodies("/generate")
 
     first, *then = asked(server, call)
     assert first["input_ids"] == [10, 5, TOKEN, 6, 9]
-    assert [body["input_ids"] for body in then] == ([] if written == TOKEN else [[10, 5, TOKEN, 6, 9, 5, 8]])
+    assert [body["input_ids"] for body in then] == ([] if written != 5 else [[10, 5, TOKEN, 6, 9, 5, 8]])
     assert all(body["image_data"] == first["image_data"] for body in then)
 
 

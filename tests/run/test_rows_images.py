@@ -117,6 +117,25 @@ def test_refused_rows(place: Place, rows: list[dict[str, Any]], says: str) -> No
     assert not place.run.exists()
 
 
+def test_a_model_that_is_shown_nothing_is_told_of(place: Place) -> None:
+    """Rows with their images in another field are read as text, and look like a run of text."""
+    place.write_rows(*(row(n, images=None, image="a.png") for n in range(6)))
+    [note] = [each for each in checked(place).notes if "images_key" in each]
+    assert note == (
+        f"no row of {place.data} has an image in its field 'images' (data.images_key): the model sees none of them. Further "
+        "fields of the first row: image"
+    )
+    for key in ("image", "null"):
+        assert not [each for each in checked(place, f"data.images_key={key}").notes if "images_key" in each]
+
+
+def test_supervised_training_takes_rows_whose_list_of_images_is_empty(place: Place) -> None:
+    recipe = place.root / "sft.yaml"
+    recipe.write_text(SFT.format(root=place.root))
+    place.write_rows(*(row(n, images=[]) for n in range(6)))
+    assert preflight_supervised(load_recipe(recipe, [], SftRecipe).recipe).rows == 6
+
+
 def test_supervised_training_shows_no_images(place: Place) -> None:
     recipe = place.root / "sft.yaml"
     recipe.write_text(SFT.format(root=place.root))
