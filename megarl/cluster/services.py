@@ -19,7 +19,7 @@ from typing import Any
 
 from ray._private import parameter, ray_constants, services
 
-from megarl.cluster import ray_process, ray_worker_setup
+from megarl.cluster import ray_process, ray_setup_worker
 from megarl.core import janitor
 from megarl.core.errors import WorkerDiedError
 from megarl.core.loading import as_if_missing
@@ -32,7 +32,7 @@ ROLES = {
 # What a raylet starts beside the run's processes, and the variable by which it tells them who it is.
 AGENTS = (ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT)
 RAYLET = "RAY_RAYLET_PID"
-PROCESS, SETUP = Path(ray_process.__file__), Path(ray_worker_setup.__file__)
+PROCESS, SETUP = Path(ray_process.__file__), Path(ray_setup_worker.__file__)
 
 
 class RayDiedError(WorkerDiedError):

@@ -1,7 +1,8 @@
 """What Ray runs before a worker that its job gives variables: sets them, and becomes the worker.
 
 Ray's own (2.60, setup_worker.py) loads Ray to do so, which the worker then loads again. It is run where more is asked for.
-Run as a file; the standard library alone.
+Run as a file; the standard library alone. The raylet (2.60) leaves a file of this name out where nothing is set, by the name's
+end.
 """
 
 from __future__ import annotations

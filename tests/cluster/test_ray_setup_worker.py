@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from megarl.cluster import ray_worker_setup
-from megarl.cluster.ray_worker_setup import worker_of
+from megarl.cluster import ray_setup_worker
+from megarl.cluster.ray_setup_worker import worker_of
 
 # As Ray's agent writes it (2.60).
 CONTEXT = {"command_prefix": [], "py_executable": sys.executable, "override_worker_entrypoint": None, "java_jars": []}
@@ -32,7 +32,7 @@ def command_line(context: dict[str, object], language: str = "PYTHON") -> list[s
 def test_the_worker_has_its_variables_and_the_words_that_are_its_own(value: str, short: bool) -> None:
     words = command_line({**CONTEXT, "env_vars": {"ASKED": value}})
     assert (worker_of(words) is not None) == short
-    argv = [sys.executable, str(ray_worker_setup.__file__), *words]
+    argv = [sys.executable, str(ray_setup_worker.__file__), *words]
     done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | {"HOME": "here"}, check=True)
     assert done.stdout == f"{value.replace('${HOME}', 'here')} ['--more=1']\n"
 
