@@ -152,7 +152,7 @@ def test_without_a_key_of_images_the_field_is_one_like_others(file: Path, tokeni
     with pytest.raises(UserError, match=r"and data.images_key set"):
         load_prompts(file, tokenizer, data, sight=sight)
     write(file, {"prompt": "Is <|image_pad|> one?"})
-    with pytest.raises(UserError, match=r"line 1: the prompt's text spells <\|image_pad\|>"):
+    with pytest.raises(UserError, match=r"line 1: the text spells <\|image_pad\|>"):
         load_prompts(file, tokenizer, data, sight=sight)
 
 
