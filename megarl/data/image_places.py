@@ -6,13 +6,13 @@ and an end. Not for images themselves (images.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from megarl.core.errors import UserError
-from megarl.core.types import Image, TokenArray
+from megarl.core.types import Image, IntArray, TokenArray
 from megarl.data.chat import Message, Tokenizer
 from megarl.data.images import Sight
 from megarl.data.rows import Row, json_type
@@ -56,13 +56,18 @@ def _joined(parts: Sequence[object], where: str) -> str:
     return "".join(texts)
 
 
+def num_places(prompt: str | Sequence[Message]) -> int:
+    """Of images, in a prompt's text or its messages'."""
+    contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    return sum(content.count(PLACE) for content in contents)
+
+
 def placed(prompt: str | list[Message], num_images: int, row: Row, key: str) -> str | list[Message]:
     """The prompt with a place for each of the row's images: where it has none, before the text of the user's first message.
 
     key: the recipe's key of images. Raises UserError where there are more or fewer places than images.
     """
-    contents = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    if (count := sum(content.count(PLACE) for content in contents)) == num_images:
+    if (count := num_places(prompt)) == num_images:
         return prompt
     if count:
         raise UserError(
@@ -100,12 +105,24 @@ def spellings(tokenizer: Tokenizer, sight: Sight) -> list[str]:
 
 def check_spelled(messages: Sequence[Message], texts: Sequence[str], row: Row) -> None:
     """Raise UserError for text that spells a token of images: it would be taken for one. texts: `spellings`."""
-    found = [text for text in texts if any(text in message["content"] for message in messages)]
+    found = [text for text in texts if any(text in said for message in messages for said in _texts(message))]
     if found:
         raise UserError(
-            f"{row.where}: the prompt's text spells {found[0]}, which the model takes for a place of an image or a video. "
+            f"{row.where}: the text spells {found[0]}, which the model takes for a place of an image or a video. "
             f"Write {PLACE} where an image of the row stands, and leave it out elsewhere."
         )
+
+
+def _texts(message: object) -> Iterator[str]:
+    """All in a message: its content, its reasoning, what calls of tools are given."""
+    if isinstance(message, str):
+        yield message
+    elif isinstance(message, Mapping):
+        for value in message.values():
+            yield from _texts(value)
+    elif isinstance(message, list):
+        for value in message:
+            yield from _texts(value)
 
 
 def expanded(token_ids: TokenArray, images: Sequence[Image], sight: Sight, row: Row) -> TokenArray:
@@ -113,6 +130,12 @@ def expanded(token_ids: TokenArray, images: Sequence[Image], sight: Sight, row: 
 
     Raises UserError where the chat template writes images in another way.
     """
+    found: TokenArray = np.repeat(token_ids, token_counts(token_ids, images, sight, row))
+    return found
+
+
+def token_counts(token_ids: TokenArray, images: Sequence[Image], sight: Sight, row: Row) -> IntArray:
+    """How many tokens each of these becomes in `expanded`: [L]. Raises as it does."""
     places = np.flatnonzero(token_ids == sight.image_token)
     whole = [sight.start_token, sight.image_token, sight.end_token]
     if len(places) != len(images) or any(token_ids[max(at - 1, 0) : at + 2].tolist() != whole for at in places):
@@ -123,8 +146,7 @@ def expanded(token_ids: TokenArray, images: Sequence[Image], sight: Sight, row: 
         )
     counts = np.ones(len(token_ids), np.int64)
     counts[places] = [sight.num_tokens(image.width, image.height) for image in images]
-    found: TokenArray = np.repeat(token_ids, counts)
-    return found
+    return counts
 
 
 def collapsed(token_ids: TokenArray, image_token: int) -> TokenArray:

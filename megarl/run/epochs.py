@@ -70,7 +70,7 @@ def steps_of(epochs: float, rows: int, a_step: int) -> int:
 def _usable_rows(recipe: AnyRecipe, model: ModelConfig) -> int:
     """Rows of an epoch: within the length limit, and, where the recipe mixes sets, of a set with a share."""
     if not isinstance(recipe, Recipe):
-        rows = load_supervised(recipe.data.train, recipe.model.path, recipe.data)
+        rows = load_supervised(recipe.data.train, recipe.model.path, recipe.data, sight_of(model, recipe.data))
         return sum(map(len, supervised.rows_by_set(rows, recipe.data).values())) or len(rows)
     tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
     sight = sight_of(model, recipe.data)

@@ -33,6 +33,7 @@ from megarl.models.context import check_context
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.layout_check import check_server_layout
+from megarl.models.recipe_vision import sight_of
 from megarl.models.role_check import check_roles
 from megarl.models.rules import expected_tensors
 from megarl.recipe.algorithm_rules import learning_notes
@@ -221,9 +222,10 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     check_roles(recipe, model)
     check_experts(recipe, model, platform)
     check_lora(recipe, model)
-    rows, *held_out = (load_supervised(file, recipe.model.path, recipe.data) for file in files)
+    sight = sight_of(model, recipe.data)
+    rows, *held_out = (load_supervised(file, recipe.model.path, recipe.data, sight) for file in files)
     for file, loaded in zip(files, (rows, *held_out), strict=True):
-        check_blind(file, model)
+        check_blind(recipe, file, model)
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
         check_margins(recipe, file, loaded)

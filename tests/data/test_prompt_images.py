@@ -152,7 +152,7 @@ def test_without_a_key_of_images_the_field_is_one_like_others(file: Path, tokeni
     with pytest.raises(UserError, match=r"and data.images_key set"):
         load_prompts(file, tokenizer, data, sight=sight)
     write(file, {"prompt": "Is <|image_pad|> one?"})
-    with pytest.raises(UserError, match=r"line 1: the prompt's text spells <\|image_pad\|>"):
+    with pytest.raises(UserError, match=r"line 1: the text spells <\|image_pad\|>"):
         load_prompts(file, tokenizer, data, sight=sight)
 
 
@@ -185,7 +185,7 @@ def test_text_that_spells_the_token_of_videos_is_refused(file: Path, tokenizer: 
     """A server would look for the video, and fail."""
     write(file, {"prompt": "a <s>", "images": "a.png"})
     assert load_prompts(file, tokenizer, Data(train=file), sight=sight)
-    with pytest.raises(UserError, match="line 1: the prompt's text spells <s>, which the model takes for a place of"):
+    with pytest.raises(UserError, match="line 1: the text spells <s>, which the model takes for a place of"):
         video = tokenizer.convert_tokens_to_ids("<s>")
         load_prompts(file, tokenizer, Data(train=file), sight=replace(sight, video_token=video))
 

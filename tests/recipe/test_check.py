@@ -284,6 +284,13 @@ def test_pools_are_given_or_searched_for(recipe_file: Path) -> None:
         load_recipe(recipe_file, [pools, "placement.name=auto"])
 
 
+def test_without_a_field_of_images_demonstrations_have_none_to_bound(sft_file: Path) -> None:
+    given = ["data.images_key=null", "data.max_image_pixels=90000"]
+    with pytest.raises(UserError, match=r"`data.max_image_pixels` .* is read by nothing.*data.images_key is null"):
+        load_recipe(sft_file, given, SftRecipe)
+    assert load_recipe(sft_file, given[1:], SftRecipe)
+
+
 def test_a_supervised_run_has_nothing_to_place(sft_file: Path, recipe_file: Path) -> None:
     with pytest.raises(UserError, match=r"cluster.file.*read by nothing"):
         load_recipe(sft_file, ["cluster.file=c.yaml"], SftRecipe)

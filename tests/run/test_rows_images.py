@@ -11,7 +11,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.data.chat import load_tokenizer
 from megarl.recipe.load import load_recipe
-from megarl.recipe.supervised import SftRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SftRecipe
 from megarl.run.epochs import with_steps
 from megarl.run.preflight import Preflight, preflight, preflight_eval, preflight_supervised
 from tests.support.bad_input import Place, good_place
@@ -129,18 +129,49 @@ def test_a_model_that_is_shown_nothing_is_told_of(place: Place) -> None:
         assert not [each for each in checked(place, f"data.images_key={key}").notes if "images_key" in each]
 
 
-def test_supervised_training_takes_rows_whose_list_of_images_is_empty(place: Place) -> None:
-    recipe = place.root / "sft.yaml"
-    recipe.write_text(SFT.format(root=place.root))
-    place.write_rows(*(row(n, images=[]) for n in range(6)))
-    assert preflight_supervised(load_recipe(recipe, [], SftRecipe).recipe).rows == 6
+def supervised(place: Place, *overrides: str, kind: Any = SftRecipe, text: str = SFT) -> Any:
+    recipe = place.root / "supervised.yaml"
+    recipe.write_text(text.format(root=place.root))
+    return load_recipe(recipe, overrides, kind)
 
 
-def test_supervised_training_shows_no_images(place: Place) -> None:
-    recipe = place.root / "sft.yaml"
-    recipe.write_text(SFT.format(root=place.root))
-    with pytest.raises(UserError, match=r"line 2, field 'images': images are shown to a model in `megarl train` alone"):
-        preflight_supervised(load_recipe(recipe, [], SftRecipe).recipe)
+@pytest.mark.parametrize("kind", [SftRecipe, DpoRecipe])
+def test_supervised_training_takes_rows_whose_list_of_images_is_empty(place: Place, kind: Any) -> None:
+    rows = {"images": [], "chosen": "1", "rejected": "2"}
+    place.write_rows(*(row(n, **rows) for n in range(6)))
+    text = SFT if kind is SftRecipe else SFT.replace(", response_key: answer", "") + "dpo: {{}}\n"
+    assert (
+        preflight_supervised(supervised(place, "actor.micro_batch_tokens=256", kind=kind, text=text).recipe).rows == 6
+    )
+
+
+def test_demonstrations_with_images_are_checked_as_prompts_are(place: Place) -> None:
+    found = preflight_supervised(supervised(place, f"data.eval={place.data}").recipe)
+    assert (found.rows, found.dropped, found.eval_rows) == (6, 0, 6) and found.model.vision is not None
+    # 64 x 64 pixels are four squares of both models, between two tokens; the response's are two.
+    text = len(load_tokenizer(place.model)("<|im_start|>user 0+1<|im_end|><|im_start|>assistant ")["input_ids"]) + 2
+    limits = [supervised(place, f"data.max_tokens={text + more}").recipe for more in (0, 5, 6)]
+    assert [preflight_supervised(each).dropped for each in limits] == [3, 3, 0]
+    assert with_steps(supervised(place, "train.steps=0", "train.epochs=2")).recipe.train.steps == 3
+    (place.root / "a.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"line 2, field 'images', image 1: .* cannot be decoded as an image"):
+        preflight_supervised(supervised(place).recipe)
+    with pytest.raises(UserError, match=r"data.max_image_pixels 10: no image comes to the model with less than"):
+        preflight_supervised(supervised(place, "data.max_image_pixels=10").recipe)
+    assert preflight_supervised(supervised(place, "data.images_key=null").recipe).rows == 6
+
+
+@pytest.mark.parametrize("kind", [DpoRecipe, KtoRecipe])
+def test_pairs_and_labelled_answers_show_no_images(place: Place, kind: Any) -> None:
+    place.write_rows(*(row(n, chosen="1", rejected="2", completion="1", label=True) for n in range(6)))
+    if kind is KtoRecipe:
+        place.write_rows(*(row(n, completion="1", label=True) for n in range(6)))
+    section = "dpo" if kind is DpoRecipe else "kto"
+    text = SFT.replace(", response_key: answer", "") + f"{section}: {{{{}}}}\n"
+    with pytest.raises(
+        UserError, match=r"line 2, field 'images': images are shown to a model in `megarl train` and `megarl sft` alone"
+    ):
+        preflight_supervised(supervised(place, "actor.micro_batch_tokens=256", kind=kind, text=text).recipe)
 
 
 def test_a_model_of_text_is_trained_on_rows_that_have_images_besides(tmp_path: Path) -> None:
@@ -157,8 +188,6 @@ def test_a_model_of_text_is_trained_on_rows_that_have_images_besides(tmp_path: P
 
 
 def test_rows_of_supervised_training_without_images_are_a_models_that_could_see_them(place: Place) -> None:
-    recipe = place.root / "sft.yaml"
-    recipe.write_text(SFT.format(root=place.root))
     rows = [json.loads(line) for line in place.data.read_text().splitlines()]
     place.write_rows(*({name: each[name] for name in ("prompt", "answer")} for each in rows))
-    assert preflight_supervised(load_recipe(recipe, [], SftRecipe).recipe).rows == 6
+    assert preflight_supervised(supervised(place).recipe).rows == 6
