@@ -27,6 +27,7 @@ RUNTIME = [
     "orjson",
     "jinja2",
     "pyarrow",
+    "pillow",
     "math-verify",
     "matplotlib",
     "tensorboard",

@@ -104,6 +104,7 @@ ROWS = (
     Row("disk_sync", "whole versions; what AdamW changes by learning rate ([weight sync](weight_sync.md))", parts.disk_sync),
     Row("algorithms", "plain loops", parts.algorithms),
     Row("agents", "the same before GRPO; target under 0.3 to over 0.8 in 600 s ([agents](agents.md))", runs.agents),
+    Row("images", "the same before GRPO, which guesses (0.25); the image of another row", runs.images),
     Row("agent_load", "a bare asyncio client at a stub that answers at once or later; targets 90% and 2 ms", runs.agent_load),
     Row("sandbox", "a Python without a sandbox, started each time; target 20 ms pooled, 200 at once", runs.sandbox),
     Row("suite", "the goal of 20 minutes on two cores", runs.suite),

@@ -36,7 +36,7 @@ NAMES = {
     "sglang::": "",
     "gcs_server": "ray: gcs",
     "raylet": "ray: raylet",
-    "default_worker": "ray: worker, unnamed",
+    "ray_process": "ray: worker, unnamed",
     "ray/": "ray: agents and monitors",
     "sglang_cpu": "sglang server",
     "sglang_router": "router",

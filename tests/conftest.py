@@ -27,6 +27,7 @@ os.environ.update(RAY_worker_niceness="0")
 if TYPE_CHECKING:
     from tests.support.forked_ranks import Ranks
     from tests.support.forked_servers import Copies
+    from tests.support.seeing import Seeing
     from tests.support.served import Pool
 
 # No deadline for a single example: on a busy machine the first one, which warms caches, would fail by the clock alone.
@@ -161,3 +162,15 @@ def copies() -> Iterator[Copies]:
 
     with forked_servers() as made:
         yield made
+
+
+@pytest.fixture(scope="session", params=["Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"])
+def seen(request: pytest.FixtureRequest, copies: Copies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
+    """A real server of a tiny model of each architecture that sees images, and transformers' model with the same weights.
+
+    Who sends the server other weights gives them to that model first.
+    """
+    from tests.support.seeing import seeing
+
+    with seeing(copies, tmp_path_factory.mktemp("seen"), request.param) as found:
+        yield found

@@ -27,6 +27,14 @@ def learning_curves(result: Result) -> str:
     return f"held-out accuracy: {runs}"
 
 
+def images(result: Result) -> str:
+    return "; ".join(
+        f"{run['kind']}: held-out accuracy {run['before']:.2f} to {run['after']:.3f} in {run['seconds']:.0f} s, in transformers "
+        f"{run['transformers']:.3f}, with the image of another row {run['exchanged']:.3f}"
+        for run in result["models"]
+    )
+
+
 def rollout_overhead(result: Result) -> str:
     low, high = result["ratio_interval"]
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,12 +17,14 @@ from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.types import BatchInfo, Block, ShardPlan
 from megarl.data.pack import Packed
 from megarl.data.pack_rows import pack_pairs, pack_sft, pack_unpaired
+from megarl.data.row_images import RowImages
 from megarl.data.row_set import RowSource
-from megarl.data.supervised import demonstrations_of, load_supervised, rows_by_set
+from megarl.data.supervised import Rows, demonstrations_of, load_supervised, rows_by_set
 from megarl.data.unpaired import mismatched
 from megarl.models.flops import train_flops
 from megarl.models.hf_config import load_model_config
-from megarl.recipe.supervised import PairData, RmRecipe, SupervisedRecipe, UnpairedData, estimates_kl
+from megarl.models.recipe_vision import sight_of
+from megarl.recipe.supervised import PairData, RmRecipe, SftRecipe, SupervisedRecipe, UnpairedData, estimates_kl
 
 
 class FeederActor:
@@ -32,9 +35,10 @@ class FeederActor:
         self._recipe = recipe
         self._model = load_model_config(recipe.model.path)
         self._num_shards = num_shards
-        rows: Any = load_supervised(recipe.data.train, recipe.model.path, recipe.data)
+        rows: Any = self._load(recipe.data.train)
         sets, data = rows_by_set(rows, recipe.data), recipe.data
         self._source: RowSource[Any] = RowSource(rows, recipe.run.seed, shuffle=data.shuffle, sets=sets, mix=data.mix)
+        self._images = RowImages()
 
     def facts(self) -> ProcessFacts:
         """Where this process runs."""
@@ -42,17 +46,25 @@ class FeederActor:
 
     def take(self, step: int) -> tuple[BatchInfo | ShardPlan | Block, ...]:
         """The step's rows: counts, then the plan of each shard, then its block; those of mismatched rows behind them."""
-        rows = self._source.take(self._recipe.train.batch_samples)
+        train = self._recipe.train
+        rows = self._source.take(train.batch_samples)
         lengths = [len(each.token_ids) for row in rows for each in demonstrations_of(row)]
         scores, frozen = isinstance(self._recipe, RmRecipe), self._recipe.actor.lora is not None
         flops = train_flops(self._model, lengths, weight_gradients=not frozen, scores=scores)
-        return self._packed(rows, step, {"data/epoch": self._source.epoch, "perf/train_flops": flops})
+        packed = self._packed(rows, step, {"data/epoch": self._source.epoch, "perf/train_flops": flops})
+        if isinstance(self._recipe, SftRecipe) and step < train.steps:
+            self._images.begin(self._source.coming(train.batch_samples))
+        return packed
 
     def held_out(self) -> tuple[BatchInfo | ShardPlan | Block, ...]:
         """All held-out rows, as `take` gives those of a step."""
         data = self._recipe.data
         assert data.eval is not None, "the recipe has no held-out rows"
-        return self._packed(load_supervised(data.eval, self._recipe.model.path, data).rows, 0, {})
+        return self._packed(self._load(data.eval).rows, 0, {})
+
+    def _load(self, path: Path) -> Rows:
+        data = self._recipe.data
+        return load_supervised(path, self._recipe.model.path, data, sight_of(self._model, data))
 
     def _packed(
         self, rows: Sequence[Any], step: int, metrics: dict[str, float]
@@ -66,7 +78,7 @@ class FeederActor:
             if estimates_kl(self._recipe):
                 others = pack_unpaired(mismatched(rows, data.max_tokens), **sizes)
         else:
-            packed = pack_sft(rows, **sizes)
+            packed = pack_sft(rows, self._images.of(rows), **sizes)
         texts = [each for row in rows for each in demonstrations_of(row)]
         tokens, trained = sum(len(each.token_ids) for each in texts), sum(int(each.loss_mask.sum()) for each in texts)
         info = BatchInfo(

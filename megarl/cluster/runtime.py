@@ -24,14 +24,13 @@ import ray
 from megarl.cluster.network import address_towards
 from megarl.cluster.nodes import Node, Nodes
 from megarl.cluster.process import LOOPBACK, ProcessSpec
-from megarl.cluster.services import Services, ending_with_raylet, without_monitors
+from megarl.cluster.services import Services, ending_with_raylet, with_few_processes
 from megarl.cluster.slots import Slot, reserve
 from megarl.core import janitor
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.exit_codes import FAULT
 from megarl.core.interrupts import is_termination
 from megarl.core.limits import tight
-from megarl.core.loading import as_if_missing
 from megarl.core.log import get_logger
 from megarl.core.platform import Platform
 from megarl.core.ray_env import OVERRIDE_VARIABLE, RAY_ADDRESS_VARIABLE, RunningRay, ray_to_join
@@ -45,7 +44,6 @@ CONNECT_S = 10.0
 SETTINGS, SETTINGS_BYTES, GREET_S = 4, 9, 30.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
 SLOW_START = "timed out during startup"  # Ray's words, as of 2.60
-DASHBOARD = "ray.dashboard.optional_deps"
 SIGACTION_BYTES = 512  # more than the system's structure takes
 PUT_BACK_S = 0.001
 
@@ -199,10 +197,7 @@ class Runtime:
 
 
 def _start_ray(platform: Platform, run_id: str, num_devices: int, scratch: Scratch) -> None:
-    """A Ray of the run's own. Raises MegarlError when it does not start.
-
-    What its dashboard needs is as if it were not installed: Ray would load it into this process, to find out.
-    """
+    """A Ray of the run's own. Raises MegarlError when it does not start."""
     settings: dict[str, Any] = {
         "address": "local",
         "num_cpus": max(os.cpu_count() or 1, 1),
@@ -213,7 +208,7 @@ def _start_ray(platform: Platform, run_id: str, num_devices: int, scratch: Scrat
         "_node_ip_address": LOOPBACK,
         "namespace": run_id,
     }
-    with as_if_missing(DASHBOARD), without_monitors(), ending_with_raylet():
+    with with_few_processes(), ending_with_raylet():
         try:
             _init("on this machine", **settings)
         except MegarlError as error:

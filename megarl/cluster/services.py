@@ -19,8 +19,10 @@ from typing import Any
 
 from ray._private import parameter, ray_constants, services
 
+from megarl.cluster import ray_process, ray_setup_worker
 from megarl.core import janitor
 from megarl.core.errors import WorkerDiedError
+from megarl.core.loading import as_if_missing
 from megarl.serving.process import GUARD
 
 ROLES = {
@@ -30,6 +32,7 @@ ROLES = {
 # What a raylet starts beside the run's processes, and the variable by which it tells them who it is.
 AGENTS = (ray_constants.PROCESS_TYPE_DASHBOARD_AGENT, ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT)
 RAYLET = "RAY_RAYLET_PID"
+PROCESS, SETUP = Path(ray_process.__file__), Path(ray_setup_worker.__file__)
 
 
 class RayDiedError(WorkerDiedError):
@@ -98,18 +101,23 @@ class Services:
 
 
 @contextmanager
-def without_monitors() -> Iterator[None]:
-    """Within, a Ray that starts has no monitor that scales it, and none that carries its logs to the driver.
+def with_few_processes() -> Iterator[None]:
+    """Within, a Ray that starts has no monitor that scales it, none that carries its logs to the driver, and no dashboard.
 
-    There is nothing to scale, and logs are left where they are written. Each costs half a second of a core at every start, and
-    Ray would wait a second for the first in the end. `ray start` has options for both, `ray.init` of 2.60 has none.
+    There is nothing to scale, and logs are left where they are written; a dashboard that is not included would only report usage.
+    Each costs half a second of a core at every start, Ray waits a second for the last as it begins, and one for the first in
+    the end. `ray start` has options for the monitors, `ray.init` of 2.60 has none. Workers begin as ray_process.py has it. What
+    a dashboard needs is as if it were not installed: Ray would load it into this process, to find out.
     """
-    made = parameter.RayParams
-    parameter.RayParams = partial(made, no_monitor=True, include_log_monitor=False)
+    made, dashboard = parameter.RayParams, services.start_api_server
+    begin = {"setup_worker_path": str(SETUP), "worker_path": str(PROCESS)}
+    parameter.RayParams = partial(made, no_monitor=True, include_log_monitor=False, **begin)
+    services.start_api_server = lambda *_words, **_settings: ("", None)  # its address, and its process
     try:
-        yield
+        with as_if_missing(ray_process.DASHBOARD):
+            yield
     finally:
-        parameter.RayParams = made
+        parameter.RayParams, services.start_api_server = made, dashboard
 
 
 @contextmanager
@@ -123,7 +131,8 @@ def ending_with_raylet() -> Iterator[None]:
 
     def guarded(component: str, *words: Any, **settings: Any) -> list[str]:
         command: list[str] = made(component, *words, **settings)
-        return [sys.executable, "-I", "-S", str(GUARD), RAYLET, *command] if component in AGENTS else command
+        guard = [sys.executable, "-I", "-S", str(GUARD), RAYLET]
+        return [*guard, *command, str(PROCESS)] if component in AGENTS else command
 
     services._build_python_executable_command_memory_profileable = guarded
     try:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megarl.models.hf_dtypes import ModelDtype, tensor_dtypes
-from megarl.models.hf_files import EMBEDDING, HEAD, untied, weight_files
+from megarl.models.hf_files import EMBEDDING, HEAD, names_of_text, untied, weight_files
 from megarl.models.hf_fp8 import scale_name
 from megarl.models.hf_mxfp4 import blocks_name, scales_name
 from megarl.models.hf_stacked import stacked
@@ -35,6 +35,9 @@ def hf_tensors(folder: Path, cast: ModelDtype | None = None) -> Iterator[tuple[s
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in weight_files(folder)]
         holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
+        if config.vision is not None:
+            yield from _of_text_part(holder, folder, cast)
+            return
         if config.tied_embeddings and HEAD in holder and not _are_same(holder[HEAD], holder[EMBEDDING]):
             raise untied(folder)
         of_all = {
@@ -57,6 +60,14 @@ def hf_tensors(folder: Path, cast: ModelDtype | None = None) -> Iterator[tuple[s
             if is_fp8:
                 tensor = _unscaled(tensor, holder[scale_name(name)].get_tensor(scale_name(name)), config.fp8_block)
             yield name, tensor.to(getattr(torch, dtype)) if cast or is_fp8 else tensor
+
+
+def _of_text_part(holder: dict[str, Any], folder: Path, cast: ModelDtype | None) -> Iterator[tuple[str, Tensor]]:
+    """What `hf_tensors` gives of a multimodal folder."""
+    names = names_of_text(holder, folder)
+    for name, dtype in tensor_dtypes(read_model_config(folder), cast or "bfloat16", {}).items():
+        tensor = holder[names[name]].get_tensor(names[name])
+        yield name, tensor.to(getattr(torch, dtype)) if cast else tensor
 
 
 def _of_all(holder: dict[str, Any], name: str, at: int) -> Tensor:

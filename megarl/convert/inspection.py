@@ -18,7 +18,7 @@ from megarl.convert.source import Source, find_source
 from megarl.core.errors import DamageError, UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
-from megarl.models.hf_files import TensorInfo, check_index, read_index
+from megarl.models.hf_files import TensorInfo, check_index, of_model, read_index
 from megarl.models.hf_header import BITS
 from megarl.models.rules import expected_tensors
 from megarl.training.manifest import Manifest, TensorEntry, read_manifest, read_model_config
@@ -103,7 +103,7 @@ def _inspect_hf(source: Source, config: ModelConfig) -> Inspection:
     index, damage = dict[str, TensorInfo](), []
     try:
         index = read_index(source.folder)
-        check_index(expected_tensors(config), index, source.folder, config)
+        check_index(expected_tensors(config), of_model(index, source.folder, config), source.folder, config)
     except UserError as error:
         damage.append(str(error).rstrip("."))
     tensors = {}

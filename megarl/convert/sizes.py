@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from megarl.models.hf_dtypes import Dtypes, tensor_dtypes
+from megarl.models.hf_files import content_bytes, tower_index
 from megarl.models.rules import expected_tensors
 from megarl.training.manifest import read_model_config
 
@@ -13,7 +14,9 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def weight_bytes(hf: Path, dtypes: Dtypes) -> int:
-    """Of all tensors of the HF model."""
+    """Of all tensors of the HF model, with what a multimodal one has beside the text part."""
     config = read_model_config(hf)
     written = tensor_dtypes(config, dtypes.model, dtypes.others)
-    return sum(math.prod(shape) * ITEM_BYTES[written[name]] for name, shape in expected_tensors(config).items())
+    tower = tower_index(hf).values() if config.vision is not None else ()
+    text = sum(math.prod(shape) * ITEM_BYTES[written[name]] for name, shape in expected_tensors(config).items())
+    return text + sum(map(content_bytes, tower))

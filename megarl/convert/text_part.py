@@ -21,8 +21,6 @@ from megarl.convert.job import Message
 from megarl.convert.processes import folder_bytes
 from megarl.convert.progress import ConversionProgress
 from megarl.convert.target import Target, apart, check_target, explained, followed, open_target
-from megarl.convert.tensor_copy import Wrote, unstacked, write_replaced, write_tensors
-from megarl.convert.text_config import text_config
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
@@ -45,8 +43,10 @@ from megarl.models.hf_files import (
 )
 from megarl.models.hf_header import BITS
 from megarl.models.hf_stacked import stacked
-from megarl.models.multimodal import Multimodal, read_multimodal
+from megarl.models.multimodal import Multimodal, read_multimodal, text_names
 from megarl.models.rules import expected_tensors
+from megarl.models.tensor_copy import Wrote, unstacked, write_replaced, write_tensors
+from megarl.models.text_config import text_config
 
 CONFIG = "config.json"
 # Where processors keep a chat template, in the order in which transformers takes them.
@@ -157,18 +157,7 @@ def _read_config(folder: Path) -> tuple[Multimodal, dict[str, Any], ModelConfig]
 def _read_whole(folder: Path) -> Whole:
     multimodal, raw, config = _read_config(folder)
     index = read_index(folder)
-    names, twice = dict[str, str](), []
-    for name in index:
-        text = multimodal.text_name(name)
-        if text is not None and text in names:
-            twice.append(f"{names[text]} and {name}")
-        elif text is not None:
-            names[text] = name
-    if twice:
-        raise UserError(
-            f"The weights in {folder} hold tensors of the text part twice, by an older and a newer name: {some(twice)}. "
-            "Copy or export the model again."
-        )
+    names = text_names(index, multimodal, folder)
     ours = {text: index[name] for text, name in names.items()}
     if config.tied_embeddings and {HEAD, EMBEDDING} <= ours.keys() and not are_same(ours[HEAD], ours[EMBEDDING]):
         # The configs of Mistral 3 tie by default what their weights have apart; transformers goes by the weights.

@@ -25,6 +25,7 @@ from pathlib import Path
 
 RUN_ID_VARIABLE = "MEGARL_RUN_ID"
 SHARED_MEMORY = Path("/dev/shm")
+ON_ITS_WAY = "sgl_shm_"  # how SGLang's names begin of what one process makes and another opens and removes
 TRACKER_S = 3.0
 # Beside the registry of shared memory: folders elsewhere; names and inodes of what was there before the run.
 FOLDERS, BEFORE = "folders.txt", "before.txt"
@@ -91,6 +92,16 @@ def segments_of(pids: Iterable[int]) -> set[str]:
         return {entry.name for entry in entries if entry.inode() in inodes}
 
 
+def segments_by(pids: Iterable[int]) -> set[str]:
+    """Names under /dev/shm of what these processes made for others, who may not have opened it yet.
+
+    SGLang has squares of images on their way there: sgl_shm_<what>_<pid>_<random>.
+    """
+    makers = {str(pid) for pid in pids}
+    parts = {name: name.split("_") for name in os.listdir(SHARED_MEMORY) if name.startswith(ON_ITS_WAY)}
+    return {name for name, each in parts.items() if each[-2] in makers}
+
+
 def mapped_elsewhere(run_id: str, *, but: Iterable[int] = ()) -> set[str]:
     """Names under /dev/shm of what processes have mapped that are neither this run's, nor this one, nor those named."""
     run = {os.getpid(), *but, *processes_of(run_id)}
@@ -135,7 +146,7 @@ def clean(run_id: str, registry: Path, *, folders: Iterable[Path] = (), but: Ite
         killed.update(pids)
         if time.monotonic() > deadline:
             break
-    return Cleaned(tuple(sorted(killed)), remove(registry, folders, names))
+    return Cleaned(tuple(sorted(killed)), remove(registry, folders, names | segments_by(killed)))
 
 
 def remove(registry: Path, folders: Iterable[Path], names: Iterable[str] = ()) -> tuple[str, ...]:

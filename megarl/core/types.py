@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -50,6 +51,18 @@ class VersionSpan(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Image:
+    """An image of a row, where it is, and the size at which it comes to the model; it is read when it is asked for.
+
+    source: a file, or the bytes of one as the row has them. width, height: in pixels, whole squares (models/vision.Vision).
+    """
+
+    source: Path | bytes = field(repr=False)
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One row of data, tokenised. `id` is stable between runs: `<file name>:<row number>`."""
 
@@ -59,6 +72,7 @@ class Prompt:
     answer: str | list[Any] | dict[str, Any]  # as of data/answers.Answer
     metadata: dict[str, Any] = field(default_factory=dict)
     max_response_tokens: int | None = None  # a bound of its own, beside the recipe's
+    images: tuple[Image, ...] = ()  # in the order in which their tokens stand in token_ids
 
 
 @dataclass
@@ -90,6 +104,9 @@ class Sample:
     starts: tuple[int, ...] = ()
     # By column, what a teacher behind an address says of the response's tokens: [R] or [R, n], 0 where none is trained on.
     columns: dict[str, FloatArray] = field(default_factory=dict)
+    images: tuple[bytes, ...] = field(
+        default=(), repr=False
+    )  # its prompt's, see MicroBatch; samples of a group share them
     # The memory of the Record whose parts the arrays above are, where they have been put into one (data/blocks.py).
     memory: NDArray[np.uint8] | None = None
 
@@ -143,6 +160,9 @@ class MicroBatch:
     # [S // 2] where sequences 2i and 2i + 1 are the chosen and the rejected one of a pair: how far the first shall be ahead.
     margins: FloatArray | None = None
     desirable: FloatArray | None = None  # [S], 1 where a labelled answer is desirable, 0 where it is not
+    # [S], of each sequence its images in the order of their tokens: PNG files, RGB, of a size that is the model's; None where
+    # no sequence has any.
+    images: tuple[tuple[bytes, ...], ...] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -190,6 +210,7 @@ class Block:
     first_turns: tuple[int, ...] | None = None
     # [n]: positions of a record at which another sequence of the same sample begins; None where none has any.
     starts: tuple[tuple[int, ...], ...] | None = None
+    images: tuple[tuple[bytes, ...], ...] | None = None  # [n], see MicroBatch; samples of one prompt share the bytes
 
     @property
     def records(self) -> list[Record]:

@@ -74,7 +74,7 @@ def sample_block(
     """
     memories = [_memory(sample) for sample in samples]
     others = {"routing": _routing(samples), "turns": turns, "first_turns": first_turns, "starts": _starts(samples)}
-    return _block(memories, indices, weights, **others)
+    return _block(memories, indices, weights, **others, images=_images(samples))
 
 
 def row_block(
@@ -85,8 +85,14 @@ def row_block(
     *,
     desirable: FloatArray | None = None,
     scored: bool = False,
+    images: Sequence[tuple[bytes, ...]] = (),
 ) -> Block:
-    """Rows of supervised training, as `sample_block`. margins, desirable: [n], see Block; scored: see `pack_pairs`."""
+    """Rows of supervised training, as `sample_block`. margins, desirable: [n], see Block; scored: see `pack_pairs`.
+
+    images: [n], see Block; or none, of rows that have none.
+    """
+    for row, its in zip(rows, images or [()] * len(rows), strict=True):
+        assert len(its) == len(row.images), f"row {row.id} is without its images"
     last = np.ones(1, np.uint8)
     memories = [
         memory_of((row.token_ids,), len(row.token_ids) - 1, last)
@@ -94,7 +100,8 @@ def row_block(
         else memory_of((row.token_ids,), 0, row.loss_mask[1:])
         for row in rows
     ]
-    return _block(memories, indices, weights, margins=margins, desirable=desirable)
+    pictures = tuple(images) if any(images) else None
+    return _block(memories, indices, weights, margins=margins, desirable=desirable, images=pictures)
 
 
 def _block(memories: Sequence[NDArray[np.uint8]], indices: IntArray, weights: FloatArray, **others: Any) -> Block:
@@ -140,6 +147,13 @@ def _starts(samples: Sequence[Sample]) -> tuple[tuple[int, ...], ...] | None:
     if not any(sample.starts for sample in samples):
         return None
     return tuple(tuple(len(sample.prompt.token_ids) + start for start in sample.starts) for sample in samples)
+
+
+def _images(samples: Sequence[Sample]) -> tuple[tuple[bytes, ...], ...] | None:
+    """Those of each; None where none has any."""
+    for sample in samples:
+        assert len(sample.images) == len(sample.prompt.images), f"sample {sample.id} is without its prompt's images"
+    return tuple(sample.images for sample in samples) if any(sample.images for sample in samples) else None
 
 
 def joined(parts: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:

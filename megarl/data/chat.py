@@ -40,6 +40,8 @@ _THOUGHTS = re.compile(r"</?think>")  # that templates open, or leave empty, whe
 QUESTION: Message = {"role": "user", "content": "1+1"}  # that templates are tried with
 REASON_CHARACTERS = 400  # of what transformers says
 TEMPLATE_KEY = "data.chat_template_kwargs"
+# Of content that is a list.
+IN_PARTS = " Parts, as images, are for `megarl train` and `sft` with a model that sees images, and data.images_key set."
 # What transformers gives a template beside its own arguments.
 _GIVEN = {"messages", "strftime_now", "raise_exception"}
 
@@ -165,7 +167,8 @@ def check_messages(value: object, row: Row, key: str) -> list[Message]:
         for part in ("role", "content"):
             if not isinstance(kept.get(part), str):
                 found = f"{json_type(message[part])}" if part in message else "missing"
-                raise UserError(f"{where}: {part!r} is {found}, and must be a string; {want}.")
+                hint = IN_PARTS if isinstance(kept.get(part), list) else ""
+                raise UserError(f"{where}: {part!r} is {found}, and must be a string; {want}.{hint}")
         messages.append(kept)
     return messages
 

@@ -47,7 +47,7 @@ class Cursor:
         return self._epoch + self._position / self._num_rows
 
     def take(self, count: int) -> IntArray:
-        """The next `count` row indices, [count]; crosses into as many further epochs as it takes."""
+        """The next `count` row indices, [count]; crosses into as many further epochs as it takes. A copy goes on by itself."""
         parts = [np.zeros(0, np.int64)]
         while count > 0:
             if self._position == self._num_rows:

@@ -10,6 +10,7 @@ from megarl.core.words import shortened
 from megarl.data.answers import THINKING
 from megarl.data.calls import CALLS
 from megarl.data.chat import Message
+from megarl.data.image_places import PLACE
 from megarl.data.rows import Row
 
 # What reasoning stands under in a message, by its writer; and what ends it within the content.
@@ -41,7 +42,8 @@ class Hearing:
         for index, message in enumerate(messages):
             role, is_learned = message["role"], index in learned
             # What a template may look at before it shows a part.
-            form = *sorted(message), len(message.get(CALLS, ())), *(mark in message["content"] for mark in CLOSES)
+            marks = (mark in message["content"] for mark in (*CLOSES, PLACE))
+            form = *sorted(message), len(message.get(CALLS, ())), *marks
             for what, said, otherwise in _parts(message) if is_learned or role != "assistant" else ():
                 kind = before, role, is_learned, index + 1 == len(messages), what, *form
                 if kind in self._known:

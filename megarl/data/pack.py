@@ -263,7 +263,10 @@ def _spans(plan: ShardPlan) -> list[list[tuple[int, int]]]:
 
 @dataclass(frozen=True)
 class _Sequences:
-    """A shard's records in their order, S. width: of the routing, if a block has it. starts: of further sequences in each."""
+    """A shard's records in their order, S. width: of the routing, if a block has it. starts: of further sequences in each.
+
+    images: of each.
+    """
 
     records: Sequence[Record]
     weights: FloatArray
@@ -273,12 +276,14 @@ class _Sequences:
     routing: Sequence[RoutingArray | None]
     width: int | None
     starts: Sequence[tuple[int, ...]]
+    images: Sequence[tuple[bytes, ...]]
 
     @classmethod
     def of(cls, order: _Order, blocks: Sequence[Block]) -> _Sequences:
         records = [record for block in blocks for record in block.records]
         routing = [each for block in blocks for each in block.routing or [None] * len(block.memories)]
         starts = [each for block in blocks for each in block.starts or [()] * len(block.memories)]
+        images = [each for block in blocks for each in block.images or [()] * len(block.memories)]
         widths = {each.shape[1] for each in routing if each is not None}
         assert len(widths) <= 1, widths
         places = range(len(records)) if order.sequences is None else order.sequences.tolist()
@@ -291,6 +296,7 @@ class _Sequences:
             [routing[place] for place in places],
             next(iter(widths), None),
             [starts[place] for place in places],
+            [images[place] for place in places],
         )
 
 
@@ -320,7 +326,17 @@ def _micro(of: _Sequences, first: int, last: int) -> MicroBatch:
         routing=_routing(of, first, bounds),
         margins=None if of.margins is None else of.margins[first:last:2],
         desirable=None if of.desirable is None else of.desirable[first:last],
+        images=_images(of, first, last),
     )
+
+
+def _images(of: _Sequences, first: int, last: int) -> tuple[tuple[bytes, ...], ...] | None:
+    """Of each sequence in records [first, last): all of a record's are its first one's. None where there are none."""
+    images = of.images[first:last]
+    if not any(images):
+        return None
+    parts = zip(images, of.starts[first:last], strict=True)
+    return tuple(each for mine, starts in parts for each in (mine, *((),) * len(starts)))
 
 
 def _routing(of: _Sequences, first: int, bounds: IntArray) -> RoutingArray | None:

@@ -19,11 +19,25 @@ if TYPE_CHECKING:
     from megarl.data.unpaired import Unpaired
 
 
-def pack_sft(demonstrations: Sequence[Demonstration], *, num_shards: int, micro_batch_tokens: int) -> list[Packed]:
-    """Demonstrations of one optimizer step, as one mini-batch whose loss is the mean over all trained tokens."""
+def pack_sft(
+    demonstrations: Sequence[Demonstration],
+    images: Sequence[tuple[bytes, ...]],
+    *,
+    num_shards: int,
+    micro_batch_tokens: int,
+) -> list[Packed]:
+    """Demonstrations of one optimizer step, as one mini-batch whose loss is the mean over all trained tokens.
+
+    images: of each demonstration, as a MicroBatch has them.
+    """
     counts = [int(each.loss_mask[1:].sum()) for each in demonstrations]
     dealt = _deal_rows(demonstrations, counts, 1, num_shards, micro_batch_tokens, "token-mean")
-    return packed(dealt, lambda part, weights: row_block([demonstrations[index] for index in part], part, weights))
+
+    def block(part: IntArray, weights: FloatArray) -> Block:
+        rows, pictures = ([each[index] for index in part] for each in (demonstrations, images))
+        return row_block(rows, part, weights, images=pictures)
+
+    return packed(dealt, block)
 
 
 def pack_pairs(pairs: Sequence[Pair], *, num_shards: int, micro_batch_tokens: int, scored: bool) -> list[Packed]:

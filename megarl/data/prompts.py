@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import partial
 from itertools import islice
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.core.types import Prompt, TokenArray
+from megarl.core.types import Image, Prompt, TokenArray
 from megarl.data.answers import ENDS_KEY, Answer, final_answer, thinking_ends
 from megarl.data.chat import (
     ROW_KWARGS,
@@ -35,8 +35,10 @@ from megarl.data.chat import (
 )
 from megarl.data.digests import TEMPLATE, Digester
 from megarl.data.heard import Hearing
+from megarl.data.image_places import as_text, check_spelled, expanded, in_parts, placed, spellings
+from megarl.data.images import Sight, identity, paths_of, row_images
 from megarl.data.row_set import ROWS_PER_BATCH, count_rows
-from megarl.data.rows import Row, json_type, read_rows
+from megarl.data.rows import Row, json_type, read_rows, without_field
 from megarl.recipe.schema import PROMPT_PLACE, Data
 
 ANSWER_KEYS = ("answer", "label", "reward_model.ground_truth")
@@ -70,6 +72,8 @@ def digests_of(prompts: Sequence[Prompt], data: Data) -> dict[str, str]:
     digester = Digester()
     for prompt in prompts:
         said = prompt.metadata.get(MESSAGES_KEY, prompt.text)
+        if prompt.images:
+            said = [said, *map(identity, prompt.images)]
         options = data.chat_template_kwargs
         digester.add({"ids": prompt.id, "prompts": said, "answers": prompt.answer, TEMPLATE: options})
     return digester.digests()
@@ -88,6 +92,7 @@ class PromptRow:
     answer: Answer
     metadata: dict[str, Any]
     max_response_tokens: int | None = None
+    images: tuple[Image, ...] = ()  # of which each has its place in the prompt
 
     @property
     def messages(self) -> list[Message]:
@@ -95,12 +100,17 @@ class PromptRow:
         return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
 
 
-def parse_row(row: Row, data: Data, *, answered: bool = True) -> PromptRow:
+def parse_row(
+    row: Row, data: Data, *, answered: bool = True, sight: Sight | None = None, parts: bool = False
+) -> PromptRow:
     """Prompt, answer and metadata of a row. Raises UserError naming file, line and field.
 
-    answered: False for rows that need no answer: without one it is empty.
+    answered: False for rows that need no answer: without one it is empty. sight: how the model sees images; without, none is
+    looked at. parts: messages may have places of images all the same.
     """
     prompt = row.get(data.prompt_key, "the prompt, data.prompt_key")
+    if parts or (sight is not None and data.images_key is not None):
+        prompt = as_text(prompt, f"{row.where}, field {data.prompt_key!r}")
     if isinstance(prompt, str):
         if not prompt.strip():
             raise UserError(
@@ -120,34 +130,45 @@ def parse_row(row: Row, data: Data, *, answered: bool = True) -> PromptRow:
     answer_key = _answer_key(row, data, answered=answered)
     answer = _answer(row, answer_key, data) if answer_key is not None else ""
     metadata = _metadata(row, (data.prompt_key, *filter(None, [answer_key])))
-    bound = _bound(row)
-    return PromptRow(row, _framed(prompt, data), answer, metadata, bound)
+    found = PromptRow(row, _framed(prompt, data), answer, metadata, _bound(row))
+    return found if sight is None or data.images_key is None else _with_images(found, data.images_key, sight)
+
+
+def _with_images(parsed: PromptRow, key: str, sight: Sight) -> PromptRow:
+    """The row with its images, each at its place; graders are told of paths, and of no bytes."""
+    images = row_images(parsed.row, key, sight)
+    paths = {key: paths} if (paths := paths_of(images)) else {}
+    prompt = placed(parsed.prompt, len(images), parsed.row, key)
+    return replace(parsed, prompt=prompt, images=images, metadata=without_field(parsed.metadata, key) | paths)
 
 
 def check_rows(path: Path, data: Data, *, answered: bool = True) -> int:
-    """Check the rows of a file without a tokenizer; returns how many there are.
+    """Check the rows of a file without a tokenizer, and without their images; returns how many there are.
 
     Raises UserError for the first row that is wrong.
     """
-    return count_rows(path, partial(parse_row, data=data, answered=answered))
+    return count_rows(path, partial(parse_row, data=data, answered=answered, parts=True))
 
 
-def load_prompts(path: Path, tokenizer: Tokenizer, data: Data, *, answered: bool = True) -> PromptSet:
-    """Read and tokenise a whole file. answered: see `parse_row`.
+def load_prompts(
+    path: Path, tokenizer: Tokenizer, data: Data, *, answered: bool = True, sight: Sight | None = None
+) -> PromptSet:
+    """Read and tokenise a whole file. answered, sight: see `parse_row`.
 
     A prompt over data.max_prompt_tokens is counted and dropped, or refused, as data.over_length says.
     Raises UserError: a malformed row, a prompt that is too long (over_length: error), or nothing left.
     """
     prompts: list[Prompt] = []
     num_dropped, hidden = 0, special_texts(tokenizer)
-    for parsed, ids, text in _tokenised(path, tokenizer, data, answered=answered):
+    for parsed, ids, text in _tokenised(path, tokenizer, data, answered=answered, sight=sight):
         if len(ids) == 0:
             raise UserError(f"{parsed.row.where}, field {data.prompt_key!r}: the prompt has no tokens.")
         if len(ids) <= data.max_prompt_tokens:
             metadata = {**parsed.metadata, MESSAGES_KEY: parsed.messages}
             if (ends := thinking_ends(text, hidden)) is not None:
                 metadata[ENDS_KEY] = ends
-            prompts.append(Prompt(parsed.row.id, ids, text, parsed.answer, metadata, parsed.max_response_tokens))
+            own = parsed.max_response_tokens, parsed.images
+            prompts.append(Prompt(parsed.row.id, ids, text, parsed.answer, metadata, *own))
         elif data.over_length == "drop":
             num_dropped += 1
         else:
@@ -294,7 +315,7 @@ def _metadata(row: Row, used: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _tokenised(
-    path: Path, tokenizer: Tokenizer, data: Data, *, answered: bool
+    path: Path, tokenizer: Tokenizer, data: Data, *, answered: bool, sight: Sight | None
 ) -> Iterator[tuple[PromptRow, TokenArray, str]]:
     """Each row with its ids and the text that they stand for."""
     templated, mark = has_chat_template(tokenizer), turn_mark(tokenizer)
@@ -309,7 +330,8 @@ def _tokenised(
             "assistant's turn: all of it would be rendered again, within a message of the user. Leave out what the chat template "
             "writes."
         )
-    rows, hearing = (parse_row(row, data, answered=answered) for row in read_rows(path)), Hearing()
+    rows, hearing = (parse_row(row, data, answered=answered, sight=sight) for row in read_rows(path)), Hearing()
+    spelled = spellings(tokenizer, sight) if sight is not None else []
     while batch := list(islice(rows, ROWS_PER_BATCH)):
         for parsed in batch:
             if not answered and parsed.row.fields.get(ROW_KWARGS):
@@ -321,14 +343,23 @@ def _tokenised(
             if isinstance(said, str):
                 check_unrendered(said, mark, parsed.row)
         texts = [_text(parsed, tokenizer, templated, hearing) for parsed in batch]
-        yield from zip(batch, encode(tokenizer, texts, special_tokens=not templated), texts, strict=True)
+        ids = encode(tokenizer, texts, special_tokens=not templated)
+        if sight is not None:
+            for parsed in batch:
+                check_spelled(parsed.messages, spelled, parsed.row)
+            ids = [expanded(each, parsed.images, sight, parsed.row) for each, parsed in zip(ids, batch, strict=True)]
+        yield from zip(batch, ids, texts, strict=True)
 
 
 def _text(parsed: PromptRow, tokenizer: Tokenizer, templated: bool, hearing: Hearing) -> str:
     row_template_kwargs(parsed.row, tokenizer)
-    if isinstance(parsed.prompt, str) and not templated:
+    if isinstance(parsed.prompt, str) and not templated and not parsed.images:
         return parsed.prompt
-    shown = partial(render, tokenizer, row=parsed.row, generation_prompt=True)
+
+    def shown(messages: Sequence[Message]) -> str:
+        said = in_parts(messages) if parsed.images else messages
+        return render(tokenizer, said, parsed.row, generation_prompt=True)
+
     text = shown(parsed.messages)
     hearing.check(text, parsed.messages, shown, parsed.row)
     return text

@@ -90,6 +90,14 @@ def field_of(fields: Mapping[str, Any], name: str) -> Any:
     return value
 
 
+def without_field(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A row's fields without this one, which `field_of` finds."""
+    first, _, rest = name.partition(".")
+    if name in fields or not isinstance(inner := fields.get(first), Mapping) or not rest:
+        return {key: value for key, value in fields.items() if key != name}
+    return {**fields, first: without_field(inner, rest)}
+
+
 def data_files(path: Path) -> list[Path]:
     """The files that a path stands for: itself, or, where its name has a `*` and is no file's, those that match, by name."""
     if "*" not in path.name or path.exists():

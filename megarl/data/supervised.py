@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.core.types import IntArray
+from megarl.data.images import Sight
 from megarl.data.mix import named_rows
 from megarl.data.pairs import Pair, check_pairs, load_pairs
 from megarl.data.row_set import RowSet
@@ -25,13 +26,16 @@ def check_supervised(path: Path, data: AnyData) -> int:
     return check_pairs(path, data) if isinstance(data, PairData) else check_demonstrations(path, data)
 
 
-def load_supervised(path: Path, model_folder: Path, data: AnyData) -> Rows:
-    """Read and tokenise a whole file; rows over data.max_tokens are counted and dropped. Raises UserError."""
+def load_supervised(path: Path, model_folder: Path, data: AnyData, sight: Sight | None = None) -> Rows:
+    """Read and tokenise a whole file; rows over data.max_tokens are counted and dropped. Raises UserError.
+
+    sight: how the model sees images of demonstrations; without, none is looked at.
+    """
     if isinstance(data, PairData):
         return load_pairs(path, model_folder, data)
     if isinstance(data, UnpairedData):
         return load_unpaired(path, model_folder, data)
-    return load_demonstrations(path, model_folder, data)
+    return load_demonstrations(path, model_folder, data, sight)
 
 
 def rows_by_set(rows: Rows, data: AnyData) -> dict[str, IntArray]:

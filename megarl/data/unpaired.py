@@ -16,9 +16,10 @@ import numpy as np
 from megarl.core.errors import UserError
 from megarl.data.chat import Tokenizer, load_tokenizer
 from megarl.data.digests import TEMPLATE
+from megarl.data.exchanges import Exchange, parse_exchange
 from megarl.data.row_set import RowSet, count_rows, load_rows
 from megarl.data.rows import Row, json_type
-from megarl.data.sft import Demonstration, Exchange, parse_exchange, tokenise
+from megarl.data.sft import Demonstration, tokenise
 from megarl.recipe.supervised import UnpairedData
 
 FEWEST_ROWS = 2

@@ -33,6 +33,7 @@ from megarl.core.scratch import make_folder
 from megarl.core.terminal import outlive_terminal
 from megarl.launch.words import ALIVE_EVERY_S, Message, Word
 
+RAY_START = "megarl.cluster.ray_start"
 RAY_STARTED = "Ray runtime started."
 POLL_S = 0.2
 LOG_LINES = 25
@@ -107,7 +108,7 @@ def ray_command(spec: NodeSpec, address: str) -> list[str]:
     else:
         role = [f"--address={spec.head}"]
     return [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *role),
+        *(sys.executable, "-m", RAY_START, "start", "--block", *role),
         *(f"--node-ip-address={address}", f"--temp-dir={spec.temp}", f"--num-cpus={spec.cpus}"),
         *(f"--resources={{{resources}}}", "--min-worker-port=0", "--max-worker-port=0"),
         *("--dashboard-agent-listen-port=0", "--include-log-monitor=false", "--disable-usage-stats", "--no-monitor"),

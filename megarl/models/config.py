@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megarl.models.vision import Vision
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -152,6 +154,7 @@ class ModelConfig:
     head: score is one number a token in the vocabulary's place: a critic's value, a reward model's score.
     fp8_block: rows and columns of a block with one scale, where the folder's weights are FP8; what is loaded is not.
     mxfp4: whether the folder's experts are MXFP4 (hf_mxfp4.py); what is loaded is not.
+    vision: how it sees images; its folder is then a multimodal one, of which everything else here is the text part.
     """
 
     family: str
@@ -203,6 +206,7 @@ class ModelConfig:
     head: Literal["vocabulary", "score"] = "vocabulary"
     fp8_block: tuple[int, int] | None = None
     mxfp4: bool = False
+    vision: Vision | None = None
 
     def with_score_head(self) -> ModelConfig:
         """The same model with one number a token in the vocabulary's place."""

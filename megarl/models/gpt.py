@@ -19,9 +19,10 @@ from megarl.models.config import ModelConfig
 from megarl.models.flops import Recompute
 from megarl.models.heads import ScalarHead
 from megarl.models.layer_spec import set_latent_eps, stage_spec, uses_transformer_engine
-from megarl.models.packed import give_host_bounds
+from megarl.models.packed import give_device_bounds, give_host_bounds
 from megarl.models.rope import logit_factor, magnitude
 from megarl.models.rotary import make_rotary, scale_by_position, scales_queries, scales_rotation
+from megarl.models.seen import show_images
 from megarl.models.xielu import Xielu
 
 ACTIVATIONS = {
@@ -90,8 +91,8 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_dropout_fusion=fused,
         bias_activation_fusion=fused_activation,
-        # Megatron 0.16.1 tells the kernel for packed sequences nothing of neighbours: it would rotate halves.
-        apply_rope_fusion=fused and config.mla is None and not config.interleaved_rope,
+        # Megatron 0.16.1 tells the kernel for packed sequences nothing of neighbours, nor of positions of a token's own.
+        apply_rope_fusion=fused and config.mla is None and not config.interleaved_rope and config.vision is None,
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
         **_attention(config),
@@ -254,11 +255,13 @@ def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection
     rotary = make_rotary(config, groups.cp, platform.device)
     if config.mla is None:
         chunk.rotary_pos_emb = rotary
+        show_images(chunk, config.vision, rotary.under_way)
     else:
         for layer in chunk.decoder.layers:
             layer.self_attention.rotary_pos_emb = rotary
             set_latent_eps(layer.self_attention)
-    _spare(chunk, waits=not uses_transformer_engine(config, platform, chunk.config.params_dtype, groups.cp.size()))
+    fused = uses_transformer_engine(config, platform, chunk.config.params_dtype, groups.cp.size())
+    _spare(chunk, fused=fused, rotates=config.vision is not None)
     if config.activation == "xielu":
         for layer in chunk.decoder.layers:
             layer.mlp.activation_func = Xielu(chunk.config, groups.tp).to(platform.device)
@@ -281,11 +284,16 @@ def _finish(chunk: GPTModel, config: ModelConfig, groups: ProcessGroupCollection
         chunk.embedding.word_embeddings.register_forward_hook(partial(_hold_padding, config.pad_token_id))
 
 
-def _spare(chunk: GPTModel, *, waits: bool) -> None:
-    """Spare memory that layers of experts would hold on to, and the waits of attention that is torch's."""
+def _spare(chunk: GPTModel, *, fused: bool, rotates: bool) -> None:
+    """Spare memory that layers of experts would hold on to, and the waits of attention that is torch's.
+
+    rotates: the rotation is torch's where the core of attention is not.
+    """
     for layer in chunk.decoder.layers:
-        if waits:
+        if not fused or rotates:
             layer.self_attention.register_forward_pre_hook(give_host_bounds, with_kwargs=True)
+        if fused and rotates:
+            layer.self_attention.core_attention.register_forward_pre_hook(give_device_bounds, with_kwargs=True)
         if hasattr(layer.mlp, "token_dispatcher"):
             layer.mlp.register_forward_hook(_let_go)
 

@@ -26,12 +26,20 @@ COPIED = (
     "tekken.json",
     f"{TEMPLATES}/*.jinja",
 )
+# And beside a model that sees images.
+SEEING = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 
 
-def files_beside(folder: Path) -> list[Path]:
-    """Tokenizer, chat templates and generation settings. Raises UserError for one among them that cannot be read."""
-    every = sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")])
-    found = [path for path in every if any(path.match(pattern) for pattern in COPIED)]
+def files_beside(folder: Path, *, sees: bool = False) -> list[Path]:
+    """Tokenizer, chat templates and generation settings. Raises UserError for one among them that cannot be read.
+
+    sees: with those that say how images come to the model.
+    """
+    every, wanted = (
+        sorted([*folder.iterdir(), *(folder / TEMPLATES).glob("*.jinja")]),
+        (*COPIED, *(SEEING if sees else ())),
+    )
+    found = [path for path in every if any(path.match(pattern) for pattern in wanted)]
     for path in found:
         check_readable(path)
     return [path for path in found if path.is_file()]
@@ -48,12 +56,12 @@ def check_readable(path: Path) -> None:
         raise UserError(f"{path} cannot be read ({error.strerror}). Let this user read it, or remove it.") from error
 
 
-def copy_beside(source: Path, target: Path) -> None:
-    """Copy them from one model folder to another, where they name no code of the first. Raises UserError.
+def copy_beside(source: Path, target: Path, *, sees: bool = False) -> None:
+    """Copy `files_beside` from one model folder to another, where they name no code of the first. Raises UserError.
 
     A tokenizer that is code alone is still named: readers are to refuse it, and not to take another in silence.
     """
-    for path in files_beside(source):
+    for path in files_beside(source, sees=sees):
         place = target / path.relative_to(source)
         place.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, place)

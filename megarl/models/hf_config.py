@@ -6,6 +6,7 @@ Families are rows of `families`; what a config asks for and megarl's model does 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from megarl.models.hf_moe import read_moe, required
 from megarl.models.hf_mxfp4 import is_mxfp4
 from megarl.models.hf_rope import read_ropes, read_rotary_dim
 from megarl.models.hf_scales import read_scales
-from megarl.models.multimodal import unsupported
+from megarl.models.multimodal import read_multimodal, sees, unsupported
+from megarl.models.text_config import text_config
+from megarl.models.vision import load_vision, parse_vision, read_processor
 
 _REQUIRED = (
     "num_hidden_layers",
@@ -53,18 +56,27 @@ def load_model_config(folder: Path) -> ModelConfig:
     if (folder / GENERATION).exists():
         read_object(folder / GENERATION, "Servers read it: export the model again, or remove the file.")
     path = folder / "config.json"
-    return parse_model_config(read_object(path, "Export the model again."), path)
+    model = parse_model_config(read_object(path, "Export the model again."), path)
+    return model if model.vision is None else replace(model, vision=load_vision(folder))
 
 
 def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
-    """A config.json's content as a ModelConfig; `path` is named in errors. Raises UserError."""
+    """A config.json's content as a ModelConfig; `path` is named in errors. Raises UserError.
+
+    Of a multimodal model it is the text part's, with `vision`, by what the folder says of images where it does.
+    """
     fields = Fields(raw, path)
+    return _with_vision(fields) if sees(fields.words("architectures", lone=True)) else _of_text(fields)
+
+
+def _of_text(fields: Fields) -> ModelConfig:
+    """Of a model of text. Raises UserError."""
     architectures = fields.words("architectures", lone=True)
     # HF's models with one score a sequence are those of the family in everything but the head.
     heads_of = {_SCORED.get(name, name.replace(SCORE_MODEL, LANGUAGE_MODEL)): name for name in architectures}
     architecture = next((name for name in heads_of if name in FAMILIES), None)
     if architecture is None:
-        raise unsupported(architectures, path)
+        raise unsupported(architectures, fields.path)
     family = FAMILIES[architecture]
     _check_model_type(fields, family, architecture)
     _check_present(fields, family, architecture)
@@ -114,6 +126,17 @@ def parse_model_config(raw: Mapping[str, Any], path: Path) -> ModelConfig:
         mxfp4=mxfp4,
     )
     return _with_head(config, fields, heads_of[architecture])
+
+
+def _with_vision(fields: Fields) -> ModelConfig:
+    """Of a multimodal model. Raises UserError."""
+    text = text_config(fields, read_multimodal(fields))
+    said = read_processor(fields.path.parent) or {}
+    model, vision = parse_model_config(text, fields.path), parse_vision(fields.raw, fields.path, said)
+    if sum(vision.axes) != model.rotated // 2:
+        wanted = f"as many frequencies as a head has, {model.rotated // 2}, are wanted together"
+        fields.refuse("mrope_section", list(vision.axes), wanted)
+    return replace(model, vision=vision)
 
 
 def _ends(fields: Fields, family: Family) -> tuple[int, ...]:

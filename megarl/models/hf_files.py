@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -15,10 +16,12 @@ from megarl.core import words
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
+from megarl.models.hf_fields import Fields
 from megarl.models.hf_fp8 import FP8, SCALE_DTYPES, scale_name
 from megarl.models.hf_header import BITS, read_header
 from megarl.models.hf_mxfp4 import GROUP, STORED, blocks_name, blocks_shape, scales_name
 from megarl.models.hf_stacked import STACKED_FAMILIES, stacked
+from megarl.models.multimodal import read_multimodal, text_names
 
 SHOWN = 5
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -154,10 +157,38 @@ def _is_inside(file: object) -> bool:
 def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: ModelConfig) -> dict[str, TensorInfo]:
     """The index of a folder whose weights are those that the config describes; FP8 tensors come with their scales.
 
-    expected: HF name -> shape. Raises UserError, with names and shapes, when they are not. What megarl has no use for is
+    Of a multimodal model it is the text part's, as `of_model` gives it. expected: HF name -> shape.
+    Raises UserError, with names and shapes, when they are not. What megarl has no use for is
     no mistake: see `_unused`.
     """
-    return check_index(expected, read_index(folder), folder, config)
+    return check_index(expected, of_model(read_index(folder), folder, config), folder, config)
+
+
+def of_model(index: dict[str, TensorInfo], folder: Path, config: ModelConfig) -> dict[str, TensorInfo]:
+    """Of a multimodal folder's index the text part, by the names of a folder of its own; of others all. Raises UserError."""
+    if config.vision is None:
+        return index
+    names = names_of_text(index, folder)
+    if len(names) == len(index):
+        raise UserError(f"The weights in {folder} have no vision tower: they are of the text part alone. {AGAIN}")
+    return {text: index[name] for text, name in names.items()}
+
+
+def names_of_text(index: Iterable[str], folder: Path) -> dict[str, str]:
+    """Of a multimodal folder: what tensors of its text part are called in a folder of their own -> what they are called here.
+
+    Raises UserError.
+    """
+    path = folder / "config.json"
+    return text_names(index, read_multimodal(Fields(read_object(path, AGAIN), path)), folder)
+
+
+def tower_index(folder: Path) -> dict[str, TensorInfo]:
+    """Of a multimodal folder all that is not of the text part; wide dtypes first, as in a file. Raises UserError."""
+    index = read_index(folder)
+    text = set(names_of_text(index, folder).values())
+    found = {name: info for name, info in index.items() if name not in text}
+    return dict(sorted(found.items(), key=lambda each: -BITS[each[1].dtype]))
 
 
 def check_index(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from io import FileIO
 from itertools import chain
@@ -20,17 +20,20 @@ from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
 from megarl.models.families import FAMILIES, score_architecture
 from megarl.models.hf_beside import CODE, copy_beside
-from megarl.models.hf_files import INDEX, SINGLE, some
+from megarl.models.hf_files import INDEX, SINGLE, TensorInfo, content_bytes, some, tower_index
 from megarl.models.hf_fp8 import QUANTIZATION
 from megarl.models.hf_header import header_bytes
 from megarl.models.hf_read import DTYPES
 from megarl.models.hf_weights import Bucket
+from megarl.models.multimodal import whole_name
 from megarl.models.rules import expected_tensors
 from megarl.models.score_padding import name_padding
+from megarl.models.tensor_copy import write_tensors
 
 CONFIG = "config.json"
 DEFAULT_SHARD_BYTES = 5 * 2**30
 LABELS = ("num_labels", "problem_type")  # what would say otherwise than the one label of a score, or refuse it
+NEWER_TOWER = "model.visual."  # how its tensors' names begin in folders whose text part has newer names as well
 PIECE_BYTES = 8 * 2**20
 SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -46,7 +49,8 @@ def save_hf(
 
     Tensors keep the dtype that they come in, and the config names the one that most are in. The rest of the config, but
     for its quantisation, generation settings and tokenizer are the source folder's, and so is what pads, unless the model
-    scores (score_padding.py). Appears whole, by renaming; an earlier folder of that name is replaced.
+    scores (score_padding.py). Of a model that sees images it is the whole multimodal folder: names are the source's, and what is
+    not of the text part is copied to the byte. Appears whole, by renaming; an earlier folder of that name is replaced.
     Raises UserError, and leaves nothing half-written, when the disk is too small.
     """
     temporary, previous = (target_folder.with_name(f".{kind}-{target_folder.name}") for kind in ("tmp", "previous"))
@@ -54,16 +58,17 @@ def save_hf(
         if folder.exists():
             shutil.rmtree(folder)
     temporary.mkdir(parents=True)
+    tower = tower_index(source_folder) if config.vision is not None else {}
     with (
         _removed_on_failure(temporary),
-        closing(_Shards(temporary, config, max_shard_bytes, target_folder)) as shards,
+        closing(_Shards(temporary, config, max_shard_bytes, target_folder, tower)) as shards,
         shards.explained(),
     ):
         for name, tensor in chain.from_iterable(buckets):
             shards.add(name, tensor)
         dtype = shards.finish()
         write_config(source_folder / CONFIG, temporary / CONFIG, str(dtype).removeprefix("torch."), config)
-        copy_beside(source_folder, temporary)
+        copy_beside(source_folder, temporary, sees=config.vision is not None)
         if config.head == "score":
             name_padding(temporary, target_folder)
         sync_tree(temporary)
@@ -93,8 +98,11 @@ def write_config(source: Path, target: Path, dtype: str, config: ModelConfig) ->
     raw.update({key: dtype for key in ("dtype", "torch_dtype") if key in raw} or {"dtype": dtype})
     for key in (QUANTIZATION, CODE):
         raw.pop(key, None)
-    # It needs no code of its own, and without it transformers and servers know no model.
-    raw["model_type"] = FAMILIES[config.architecture].model_types[0]
+    if config.vision is None:
+        # It needs no code of its own, and without it transformers and servers know no model.
+        raw["model_type"] = FAMILIES[config.architecture].model_types[0]
+    elif isinstance(part := raw.get("text_config"), dict):
+        part.update({key: dtype for key in ("dtype", "torch_dtype") if key in part})
     if isinstance(raw["architectures"], str):
         raw["architectures"] = [raw["architectures"]]  # as transformers wants it
     if config.head == "score":
@@ -112,10 +120,13 @@ class _Shards:
     be, and the format allows blanks at its end.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig, max_bytes: int, named: Path) -> None:
-        """named: what the folder will be called, for errors."""
+    def __init__(
+        self, folder: Path, config: ModelConfig, max_bytes: int, named: Path, tower: Mapping[str, TensorInfo]
+    ) -> None:
+        """named: what the folder will be called, for errors. tower: what a multimodal folder has beside the text part."""
         self._folder, self._max_bytes, self._named = folder, max_bytes, named
-        self._missing = expected_tensors(config)
+        self._missing, self._tower = expected_tensors(config), tower
+        self._newer = any(name.startswith(NEWER_TOWER) for name in tower)
         self._numel = {name: torch.Size(shape).numel() for name, shape in self._missing.items()}
         self._file: FileIO | None = None
         self._entries: dict[str, dict[str, Any]] = {}
@@ -141,7 +152,9 @@ class _Shards:
             # A copy: numpy would hold on to storage that a role frees when it is offloaded.
             write_all(file, memoryview(piece.clone().numpy().data))
         offsets = [self._size, self._size + tensor.nbytes]
-        self._entries[name] = _entry(SAFETENSORS_NAMES[tensor.dtype], list(tensor.shape), offsets)
+        self._entries[whole_name(name, newer=self._newer)] = _entry(
+            SAFETENSORS_NAMES[tensor.dtype], list(tensor.shape), offsets
+        )
         self._size += tensor.nbytes
 
     def finish(self) -> torch.dtype:
@@ -152,6 +165,8 @@ class _Shards:
         if self._missing or not self._bytes_in:
             raise MegarlError(f"The export ended without the tensors {some(sorted(self._missing))}.")
         self._end_file()
+        if self._tower:
+            self._files.append(write_tensors(self._part(len(self._files)), self._tower))
         count = len(self._files)
         names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         for number, name in enumerate(names):
@@ -172,7 +187,9 @@ class _Shards:
         """A new file, with room for a header that names every tensor still to come."""
         longest = _entry("BF16", [], [10**15] * 2)
         coming = {name: tuple(tensor.shape), **self._missing}
-        entries = {each: {**longest, "shape": list(shape)} for each, shape in coming.items()}
+        entries = {
+            whole_name(each, newer=self._newer): {**longest, "shape": list(shape)} for each, shape in coming.items()
+        }
         self._room = len(header_bytes(entries))
         self._file = FileIO(self._part(len(self._files)), "wb")
         self._file.seek(self._room)
@@ -196,7 +213,7 @@ class _Shards:
             raise self._too_small()
 
     def _needed(self) -> int:
-        return sum(self._numel.values()) * self._itemsize
+        return sum(self._numel.values()) * self._itemsize + sum(map(content_bytes, self._tower.values()))
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Multimodal HF architectures whose text part is a family of megarl's: what their tensors are called. Without torch.
 
-A model of these is refused where one is to be trained; `megarl convert text-part` writes its text part as a model of its own.
+Of some of them megarl trains the text part where it is, and shows it images (vision.py). The others are refused where one is to
+be trained; `megarl convert text-part` writes their text part as a model of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megarl.core.errors import UserError
+from megarl.core.words import some
 from megarl.models.families import FAMILIES
 from megarl.models.hf_fields import Fields, shown
+
+SHOWN = 5
 
 # Prefix in the multimodal folder -> prefix in a folder of the text part; None: not of the text part. The first that fits counts.
 Prefixes = Mapping[str, str | None]
@@ -39,6 +43,7 @@ class Multimodal:
     model_type: by which transformers chooses it. text_types: the text part's model_type -> that of the family that it is.
     says: keys of the family's config that the whole's has not, because it computes nothing else. stacked_experts: a layer's
     lie in one tensor, and one by one in folders of the family; as published with rows and columns exchanged.
+    sees: megarl trains it with images.
     """
 
     model_type: str
@@ -46,6 +51,7 @@ class Multimodal:
     text_types: Mapping[str, str] = field(default_factory=dict)
     says: Mapping[str, object] = field(default_factory=dict)
     stacked_experts: bool = False
+    sees: bool = False
 
     def text_name(self, name: str) -> str | None:
         """What a tensor is called in a folder of the text part; None where it is of another part."""
@@ -70,8 +76,8 @@ MULTIMODALS: Mapping[str, Multimodal] = MappingProxyType(
         "InternVLForConditionalGeneration": Multimodal("internvl", _LLAVA),
         # Tokens of a text have the same position on all three axes, which is RoPE as the family has it.
         "Qwen2VLForConditionalGeneration": Multimodal("qwen2_vl", _QWEN2, {"qwen2_vl_text": "qwen2"}),
-        "Qwen2_5_VLForConditionalGeneration": Multimodal("qwen2_5_vl", _QWEN2, {"qwen2_5_vl_text": "qwen2"}),
-        "Qwen3VLForConditionalGeneration": Multimodal("qwen3_vl", _NEWER, {"qwen3_vl_text": "qwen3"}),
+        "Qwen2_5_VLForConditionalGeneration": Multimodal("qwen2_5_vl", _QWEN2, {"qwen2_5_vl_text": "qwen2"}, sees=True),
+        "Qwen3VLForConditionalGeneration": Multimodal("qwen3_vl", _NEWER, {"qwen3_vl_text": "qwen3"}, sees=True),
         "Qwen3VLMoeForConditionalGeneration": Multimodal(
             "qwen3_vl_moe", _NEWER, {"qwen3_vl_moe_text": "qwen3_moe"}, {"norm_topk_prob": True}, stacked_experts=True
         ),
@@ -101,11 +107,44 @@ def read_multimodal(fields: Fields) -> Multimodal:
     return found
 
 
+def whole_name(text: str, *, newer: bool) -> str:
+    """What a tensor of the text part is called in a folder of a model that megarl trains with images.
+
+    newer: as transformers' modules are called since its version 5, not as Qwen2.5-VL is published.
+    """
+    return f"model.language_model.{text.removeprefix('model.')}" if newer and text.startswith("model.") else text
+
+
+def sees(architectures: Iterable[str]) -> bool:
+    """Whether a config.json names a model that megarl trains with images."""
+    return any(name in MULTIMODALS and MULTIMODALS[name].sees for name in architectures)
+
+
+def text_names(names: Iterable[str], multimodal: Multimodal, folder: Path) -> dict[str, str]:
+    """What tensors of the text part are called in a folder of its own -> what they are called here.
+
+    names: of all tensors of the folder. Raises UserError where two of them have the same.
+    """
+    found, twice = dict[str, str](), []
+    for name in names:
+        text = multimodal.text_name(name)
+        if text is not None and text in found:
+            twice.append(f"{found[text]} and {name}")
+        elif text is not None:
+            found[text] = name
+    if twice:
+        raise UserError(
+            f"The weights in {folder} hold tensors of the text part twice, by an older and a newer name: {some(twice, SHOWN)}. "
+            "Copy or export the model again."
+        )
+    return found
+
+
 def unsupported(architectures: Iterable[str], path: Path) -> UserError:
     """Of a config.json whose architecture is no family of megarl's."""
     if any(name in MULTIMODALS for name in architectures):
         return UserError(
-            f"{path}: {_named(architectures)} is a multimodal model, and megarl trains text alone. Write its text part as a "
+            f"{path}: {_named(architectures)} is a multimodal model of which megarl trains the text part alone. Write that as a "
             f"model of its own, by `megarl convert text-part {path.parent} TEXT`, and name that folder (TEXT) instead; "
             "`megarl convert into-multimodal` puts trained weights back."
         )

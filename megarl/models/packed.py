@@ -8,15 +8,24 @@ from typing import Any
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megarl.models.seen import Seen
+
 
 @dataclass
 class PackedBounds(PackedSeqParams):  # type: ignore[misc]
-    """host_bounds: [S + 1] int32, the bounds in the host's memory; None where only the device has them."""
+    """host_bounds: [S + 1] int32, the bounds in the host's memory; None where only the device has them. seen: images.
+
+    device_bounds: those of the device, where all others are the host's.
+    """
 
     host_bounds: Tensor | None = None
+    device_bounds: Tensor | None = None
+    seen: Seen | None = None
 
 
-def packed_params(cu_seqlens: Tensor, cp: int = 1, host_bounds: Tensor | None = None) -> PackedBounds:
+def packed_params(
+    cu_seqlens: Tensor, cp: int = 1, host_bounds: Tensor | None = None, seen: Seen | None = None
+) -> PackedBounds:
     """Sequences packed end to end.
 
     cu_seqlens: [S + 1] int32, from 0 to T. cp: ranks of each. host_bounds: the same on the host, for who has them: to look at a
@@ -35,6 +44,7 @@ def packed_params(cu_seqlens: Tensor, cp: int = 1, host_bounds: Tensor | None = 
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         host_bounds=host_bounds,
+        seen=seen,
     )
 
 
@@ -43,6 +53,16 @@ def on_host(params: PackedSeqParams) -> PackedSeqParams:
     bounds = getattr(params, "host_bounds", None)
     if bounds is None:
         return params
+    return _with_bounds(replace(params, device_bounds=params.cu_seqlens_q), bounds)
+
+
+def on_device(params: PackedSeqParams) -> PackedSeqParams:
+    """`on_host` undone."""
+    bounds = getattr(params, "device_bounds", None)
+    return params if bounds is None else _with_bounds(params, bounds)
+
+
+def _with_bounds(params: PackedSeqParams, bounds: Tensor) -> PackedSeqParams:
     padded = None if params.cu_seqlens_q_padded is None else bounds
     return replace(
         params,
@@ -59,3 +79,11 @@ def give_host_bounds(
     """Before an attention of torch's: Megatron's rotation asks four times for how long sequences are, and the core once."""
     params = options.get("packed_seq_params")
     return given, options if params is None else options | {"packed_seq_params": on_host(params)}
+
+
+def give_device_bounds(
+    module: Any, given: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before a core attention of Transformer Engine's, whose kernels read the device's: its layer was given the host's."""
+    params = options.get("packed_seq_params")
+    return given, options if params is None else options | {"packed_seq_params": on_device(params)}

@@ -27,10 +27,12 @@ from megarl.models.config import ModelConfig
 from megarl.models.hf_gather import Gatherer, export_buckets
 from megarl.models.hf_weights import Value, layer_spec
 from megarl.models.lora_settings import LoraSettings, linear_of, target_of
+from megarl.models.multimodal import whole_name
 from megarl.models.rules import LayerSpec, Rule, Slot, Source, rules
 
 BUCKET_BYTES = 2**26
 LAYERS = "decoder.layers."
+MODEL = "base_model.model."  # PEFT's name of what has adapters
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -51,6 +53,8 @@ def save_peft(
     folder of the HF model that the adapters belong to.
     """
     tensors = peft_tensors(chunks, config, settings, layout, rank, group)
+    if config.vision is not None:
+        tensors = {f"{MODEL}{whole_name(name.removeprefix(MODEL), newer=True)}": each for name, each in tensors.items()}
     if rank != 0:
         return
     temporary = folder.with_name(f".tmp-{folder.name}")
@@ -161,8 +165,11 @@ def peft_config(config: ModelConfig, settings: LoraSettings, base_model: str) ->
     }
 
 
-def _target_modules(config: ModelConfig, settings: LoraSettings) -> list[str]:
-    """What PEFT shall match the ends of module names with: no more than a last part, where that hits no other linear."""
+def _target_modules(config: ModelConfig, settings: LoraSettings) -> list[str] | str:
+    """What PEFT shall match the ends of module names with: no more than a last part, where that hits no other linear.
+
+    Of a model that sees images it is an expression for whole names: linears of its tower are called like others.
+    """
     found = dict[bool, set[str]]({True: set(), False: set()})
     for rule in rules(config, "torch"):
         linear = linear_of(rule)
@@ -171,7 +178,8 @@ def _target_modules(config: ModelConfig, settings: LoraSettings) -> list[str]:
             found[target_of(linear) in settings.targets] |= paths
     others = {path.rpartition(".")[2] for path in found[False]}
     lasts = {path: path.rpartition(".")[2] for path in found[True]}
-    return sorted({path if last in others else last for path, last in lasts.items()})
+    ends = sorted({path if last in others else last for path, last in lasts.items()})
+    return ends if config.vision is None else rf".*\.language_model\.layers\..*\.({'|'.join(ends)})"
 
 
 def _behind_layer(source: Source) -> str:
@@ -221,4 +229,4 @@ def _source_of_b(weight: Source, rank: int) -> Source:
 
 
 def _peft_name(weight: str, factor: str) -> str:
-    return f"base_model.model.{weight.removesuffix('.weight')}.{factor}.weight"
+    return f"{MODEL}{weight.removesuffix('.weight')}.{factor}.weight"

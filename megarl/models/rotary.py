@@ -12,6 +12,8 @@ from torch import Tensor
 
 from megarl.models.config import ModelConfig, Rope
 from megarl.models.rope import attention_factor, inverse_frequencies, logit_factor, position_scale
+from megarl.models.seen import Pass
+from megarl.models.vision import Vision
 
 
 class Rotary(RotaryEmbedding):  # type: ignore[misc]
@@ -36,6 +38,7 @@ class Rotary(RotaryEmbedding):  # type: ignore[misc]
         self.factor, self.rotary_interleaved = factor, interleaved
         self.inv_freq = tables[0].to(device)
         self._tables = [table.to(device) for table in tables]
+        self.under_way = Pass()
 
     def forward(self, *positions: Any, **options: Any) -> Any:
         """The angles, under the name by which Megatron asks for them."""
@@ -65,6 +68,25 @@ class ScaledRotary(Rotary):
     def forward(self, *positions: Any, **options: Any) -> tuple[Tensor, float]:
         """Angles, factor."""
         return self.angles(*positions, **options), self.factor
+
+
+class SeenRotary(Rotary):
+    """With angles of each token's own, [T, 1, 1, dim], where a pass sees images (M-RoPE, arXiv 2409.12191, 2.1).
+
+    Megatron takes as many angles as there are tokens for each one's own, whichever sequence it is of.
+    """
+
+    def __init__(self, table: Tensor, vision: Vision, cp_group: Any, device: str) -> None:
+        super().__init__([table], cp_group, device)
+        self._turned_by = torch.tensor(vision.turned_by(len(table)), device=device)
+
+    def angles(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+        """Of all sequences' tokens, over all context ranks; as `Rotary` has them where the pass is of text alone."""
+        seen = self.under_way.seen
+        if seen is None:
+            return super().angles(max_seq_len, offset, packed_seq, cp_group)
+        angle = seen.positions.T[:, self._turned_by].float() * self.inv_freq
+        return torch.cat([angle, angle], dim=-1)[:, None, None]
 
 
 def scales_rotation(config: ModelConfig) -> bool:
@@ -102,6 +124,8 @@ def make_rotary(config: ModelConfig, cp_group: Any, device: str) -> Rotary:
     tables = [inverse_frequencies(config.rope, everywhere.rotated)]
     if config.local_rope is not None:
         tables.append(inverse_frequencies(config.local_rope, local.rotated))
+    if config.vision is not None:
+        return SeenRotary(tables[0], config.vision, cp_group, device)
     if config.mla is None:
         return Rotary(tables, cp_group, device, interleaved=config.interleaved_rope)
     make = ScaledRotary if scales_rotation(config) else Rotary

@@ -120,13 +120,19 @@ def top_bytes(choice: Layouts, k: int, mini_batch: float) -> Any:
     return FLOAT * (2 * k + 1) * mini_batch / (choice.dp * choice.cp)
 
 
+def _tower(counting: Counting, stage: Stage) -> Any:
+    """Numbers of a vision tower's weights, of which each rank of the first stage has all; not counted where later ones do."""
+    vision = counting.config.vision
+    return 0 if vision is None else stage.embedding * vision.tower_elements
+
+
 def _stage_bytes(counting: Counting, stage: Stage, role: Role) -> RoleBytes:
     choice, zero = counting.choice, np.zeros(len(counting.choice))
     sizes = model_sizes(counting.config, head=role.head)
     dense, routed = stage.parameters(sizes)
     whole = whole_parameters(counting.config, stage.layers, stage.moe_layers, fused=counting.fused)
     dense, routed = (dense - whole) / choice.tp + whole, routed / (choice.ep * choice.etp)
-    weights = zero if role.shares else (dense + routed) * counting.each
+    weights = zero if role.shares else (dense + routed + _tower(counting, stage)) * counting.each
     if not role.trained:
         return RoleBytes(weights, zero, zero, *_passing(counting, stage, role))
     if role.lora is not None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from megarl.recipe.section import Section, UserPath
+from megarl.recipe.section import PositiveInt, Section, UserPath
 
 # What a path that ends so names is a file, whether it is there or not.
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".parquet", ".pq", ".json", ".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst")
@@ -18,6 +18,17 @@ Mix = Annotated[
     Field(
         description="shares of sets of rows in training, in any unit: {math: 3, code: 1}; default: every row once an epoch"
     ),
+]
+ImagesKey = Annotated[
+    str | None,
+    Field(
+        description="field with a row's images, for models that see images: paths, data URLs, base64 or bytes; null: a field "
+        "like others"
+    ),
+]
+MaxImagePixels = Annotated[
+    PositiveInt | None,
+    Field(description="most pixels of an image, which comes smaller to the model; default: as the model's files say"),
 ]
 MixKey = Annotated[str, Field(description="field of a row that names its set for mix")]
 

@@ -62,6 +62,8 @@ ENTRIES = (
     Entry("data.prompt_template", "", "", "", "input_template", "`{prompt}` stands where the prompt goes", nemo_rl="prompt_file"),
     Entry("data.prompt_key", "prompt_key", "input_key", "", "input_key", nemo_rl="input_key"),
     Entry("data.answer_key", "", "label_key", "", "label_key", "verl reads a row's reward_model.ground_truth, and so does megarl", nemo_rl="output_key"),
+    Entry("data.images_key", "image_key", "multimodal_keys", "", "", "slime's is a mapping of kinds to columns"),
+    Entry("data.max_image_pixels", "", "", "", ""),
     Entry("data.max_prompt_tokens", "max_prompt_length", "rollout_max_prompt_len", "max_prompt_length", "prompt_max_len", nemo_rl="max_input_seq_length"),
     Entry("data.over_length", "filter_overlong_prompts truncation", "", "", "", "drop or error; a prompt is never cut"),
     Entry("data.shuffle", "shuffle", "rollout_shuffle", "shuffle_dataset", "", nemo_rl="shuffle"),

@@ -19,6 +19,7 @@ from megarl.recipe.rule import RL, Contradiction, Unread
 from megarl.recipe.sampling_rules import SAMPLING_CONTRADICTIONS, SAMPLING_UNREAD
 from megarl.recipe.schema import Recipe
 from megarl.recipe.stores import STORES
+from megarl.recipe.supervised import SftRecipe
 from megarl.recipe.supervised_rules import SUPERVISED_CONTRADICTIONS, SUPERVISED_UNREAD
 from megarl.recipe.sync_rules import SYNC_CONTRADICTIONS, SYNC_UNREAD
 
@@ -107,6 +108,12 @@ UNREAD_RULES: tuple[Unread, ...] = (
         ("train.keep_best",),
         lambda r, _: r.data.eval is not None and bool(r.eval.every and r.train.save_every),
         "no step before the last is both saved and evaluated: set data.eval, eval.every and train.save_every",
+    ),
+    Unread(
+        ("data.max_image_pixels",),
+        lambda r, _: r.data.images_key is not None,
+        "data.images_key is null, and no image is read: name the field of images",
+        (*RL, SftRecipe),
     ),
     Unread(
         ("data.mix_key",),

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from megarl.recipe.agent import Agent
 from megarl.recipe.algorithm import Algorithm
-from megarl.recipe.dataset import DataSet, Mix, MixKey
+from megarl.recipe.dataset import DataSet, ImagesKey, MaxImagePixels, Mix, MixKey
 from megarl.recipe.held_out import Eval
 from megarl.recipe.keep import KeptBest
 from megarl.recipe.placement import Placement
@@ -64,6 +64,8 @@ class Data(DataSet):
     system_prompt: str | None = Field(
         None, description="a first message of the system's, where a row has none; needs a chat template"
     )
+    images_key: ImagesKey = "images"
+    max_image_pixels: MaxImagePixels = None
     max_prompt_tokens: PositiveInt = Field(1024, description="longest prompt, in tokens")
     over_length: Literal["drop", "error"] = Field(
         "drop", description="what happens to a prompt over the limit; drops are counted"

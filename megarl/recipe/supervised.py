@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.recipe.dataset import DataSet, Mix, MixKey
+from megarl.recipe.dataset import DataSet, ImagesKey, MaxImagePixels, Mix, MixKey
 from megarl.recipe.keep import KeptBest
 from megarl.recipe.roles import Adapters, Optimizer, Parallel, Reference
 from megarl.recipe.run import Cluster, Deadlines, Model, Report, Run
@@ -46,6 +46,8 @@ class SftData(RowData):
     messages_key: str = Field(
         "messages", description="field with whole chats, the last message the assistant's; used where present"
     )
+    images_key: ImagesKey = "images"
+    max_image_pixels: MaxImagePixels = None
 
 
 class PairData(RowData):

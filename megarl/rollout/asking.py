@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from megarl.core.errors import DeadlineError, MegarlError
+from megarl.core.errors import DeadlineError, MegarlError, UserError
 from megarl.core.types import TokenArray
 from megarl.rollout.gate import Gate
+from megarl.rollout.pictures import Pictures
 from megarl.rollout.pieces import Decode, extend, join, joined_text
 from megarl.serving.answers import AnswerError, Generation
 from megarl.serving.client import ServerClient, ServerError, ServerUnreachableError, nobody_there
+from megarl.serving.images import SentImages
 from megarl.serving.sampling import Sampling
 
 # Without being asked to, a server may cut a request off a few times; one that always does would be asked for ever.
@@ -30,7 +32,7 @@ class RequestFailedError(MegarlError):
 class Request:
     """One response in the making: what it is asked with, and what there is of it, in pieces.
 
-    token_ids: [P], all that stands before the response. seconds: that it was at the servers.
+    token_ids: [P], all that stands before the response. seconds: that it was at the servers. pictures: of the prompt.
     """
 
     token_ids: TokenArray
@@ -38,6 +40,7 @@ class Request:
     pieces: list[Generation] = field(default_factory=list)
     cuts: int = 0  # that nobody here asked for
     seconds: float = 0.0
+    pictures: Pictures | None = None
 
     async def go_on(
         self,
@@ -53,8 +56,9 @@ class Request:
         What comes back ends with `stop` or `length`. piece_tokens: ask for so many tokens at a time. decode: makes the text of
         a response of several pieces. expects_cuts: whether we had requests ended, as it is told of one.
 
-        Raises RequestFailedError where no server answers in time.
+        Raises RequestFailedError where no server answers in time, an image cannot be decoded, or the response cannot go on.
         """
+        images = await self._images()
         began = time.monotonic()
         try:
             ended = await extend(
@@ -65,6 +69,7 @@ class Request:
                 deadline_s=deadline_s,
                 piece_tokens=piece_tokens,
                 gives_up=expects_cuts,
+                images=images,
             )
         except (ServerUnreachableError, ServerError, AnswerError, DeadlineError) as error:
             if nobody_there(error) and expects_cuts():
@@ -81,6 +86,13 @@ class Request:
         if len(self.pieces) > 1 or whole.finish == "abort":
             whole = joined_text(self.token_ids, whole, self.sampling.stop, decode)
         return replace(whole, finish="length") if whole.finish == "abort" else whole  # cut off at its longest
+
+    async def _images(self) -> SentImages | None:
+        """What goes with it to the servers. Raises RequestFailedError."""
+        try:
+            return await self.pictures.sent() if self.pictures is not None else None
+        except UserError as error:
+            raise RequestFailedError(str(error)) from error
 
 
 class Asker:

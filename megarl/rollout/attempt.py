@@ -9,6 +9,7 @@ import numpy as np
 
 from megarl.core.types import Prompt, Sample, Status
 from megarl.rollout.asking import Asker
+from megarl.rollout.pictures import Pictures
 from megarl.rollout.seeds import Purpose, environment_seed, request_seed
 from megarl.serving.sampling import Sampling
 
@@ -18,6 +19,7 @@ class Attempt:
     """One attempt at a prompt. sampling: without a seed; its max_tokens bound the whole response.
 
     step: whose seeds and names it has. index: of the sample in its group. expected_tokens: of the response, see Gate.
+    pictures: of the prompt, which all attempts at it share.
     """
 
     prompt: Prompt
@@ -27,6 +29,7 @@ class Attempt:
     step: int
     index: int
     expected_tokens: float = 0.0
+    pictures: Pictures | None = None
     group_id: str = field(init=False)
     sample_id: str = field(init=False)
 

@@ -20,6 +20,8 @@ from megarl.core.log import get_logger
 from megarl.core.types import Block, FloatArray, Prompt, Sample, Status, TokenArray
 from megarl.data.chat import Tokenizer, load_tokenizer
 from megarl.data.prompts import PromptSet, load_prompts
+from megarl.models.hf_config import load_model_config
+from megarl.models.recipe_vision import sight_of
 from megarl.recipe.schema import Recipe
 from megarl.recipe.scoring import served_columns
 from megarl.rewards.combine import Graders
@@ -33,6 +35,7 @@ from megarl.rollout.gate import Gate
 from megarl.rollout.handed import blocks_of, columns_of
 from megarl.rollout.journal import JOURNAL, Journal, Written, steps_of
 from megarl.rollout.notices import Notices
+from megarl.rollout.pictures import Pictures
 from megarl.rollout.pieces import Decode
 from megarl.rollout.requests import held_out_sampling, train_sampling
 from megarl.rollout.sample_facts import eval_facts, group_facts
@@ -79,8 +82,14 @@ class Collector:
         num_collectors: int = 1,
         notices: Notices | None = None,
         teacher: ServedTeacher | None = None,
+        image_token: int | None = None,
+        video_token: int | None = None,
     ) -> None:
-        """player: plays an attempt; default: asks for one response. teacher: says what it thinks of what is trained on."""
+        """player: plays an attempt; default: asks for one response. teacher: says what it thinks of what is trained on.
+
+        image_token, video_token: of a model that sees images.
+        """
+        self._image_token, self._video_token = image_token, video_token
         self._recipe = recipe
         self._journal = Journal(recipe.run.folder / JOURNAL, _patience_s(recipe)) if recipe.train.journal else None
         self._prompts = prompts
@@ -118,7 +127,8 @@ class Collector:
         Raises UserError where the data cannot be used.
         """
         tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
-        load = partial(load_prompts, tokenizer=tokenizer, data=recipe.data, answered=recipe.agent is None)
+        sight = sight_of(load_model_config(recipe.model.path), recipe.data)
+        load = partial(load_prompts, tokenizer=tokenizer, data=recipe.data, answered=recipe.agent is None, sight=sight)
         held_out: Sequence[Prompt] = ()
         if recipe.data.eval is not None:
             held_out = recipe.eval.asked(load(recipe.data.eval).prompts)
@@ -137,6 +147,8 @@ class Collector:
             num_collectors=num_collectors,
             notices=notices,
             teacher=ServedTeacher.open(recipe, notices.tell),
+            image_token=sight.image_token if sight is not None else None,
+            video_token=sight.video_token if sight is not None else None,
         )
 
     async def start(self) -> DataFacts:
@@ -218,7 +230,7 @@ class Collector:
         samples = [self._groups[group].samples[at] for group, at in part.samples]
         if samples:
             # No more than these: the samples themselves are let go once they have been trained on.
-            self._probe = _some([(sample.prompt.token_ids, sample.response_ids) for sample in samples])
+            self._probe = self._some([(sample.prompt.token_ids, sample.response_ids) for sample in samples])
         return blocks_of(part, samples, by_turn=by_turn(self._recipe))
 
     async def columns(self, part: Part) -> tuple[FloatArray, ...]:
@@ -236,9 +248,9 @@ class Collector:
                 for row in rows:
                     prompt = self._eval_prompts[row]
                     own = settings.of_row(prompt.metadata)
-                    sampling = held_out_sampling(recipe, prompt)
+                    sampling, pictures = held_out_sampling(recipe, prompt), self._pictures(prompt)
                     making += [
-                        tasks.create_task(self._sample(prompt, sampling, step, index, "eval"))
+                        tasks.create_task(self._sample(prompt, sampling, step, index, "eval", pictures))
                         for index in range(own.samples_per_prompt)
                     ]
                     asked += [row] * own.samples_per_prompt
@@ -251,7 +263,14 @@ class Collector:
 
     def probe(self) -> list[list[int]]:
         """A few short token sequences, of the last step where there was one: what a weight sync is verified on."""
-        return self._probe or _some([(prompt.token_ids,) for prompt in self._prompts.prompts])
+        return self._probe or self._some([(prompt.token_ids,) for prompt in self._prompts.prompts])
+
+    def _pictures(self, prompt: Prompt) -> Pictures:
+        return Pictures(prompt, self._image_token, self._video_token)
+
+    def _some(self, sequences: Sequence[tuple[TokenArray, ...]]) -> list[list[int]]:
+        """Of these, without tokens of images: what is verified is said of text."""
+        return _some([tuple(ids[ids != self._image_token] for ids in pieces) for pieces in sequences])
 
     def _made(self, group: int, making: asyncio.Task[None]) -> None:
         """Whoever waits for news is told of what nobody foresaw: a group that never finishes would be waited for in vain."""
@@ -266,7 +285,9 @@ class Collector:
             found = await self._journal.find(task, prompt)
             if found is None:
                 self._finished.put_nowait(task.group)
-        made = found or await self._generated(task, prompt)
+        pictures = self._pictures(prompt)
+        made = found or await self._generated(task, prompt, pictures)
+        await pictures.put(made.samples)
         self._under_way.discard(task.group)
         if self._journal is not None and found is None:
             await self._journal.add(task, prompt, made, shares=bool(self._under_way))
@@ -277,27 +298,34 @@ class Collector:
             group_facts(task.group, made.samples, made.greedy, recorded=recorded, learned=group.samples)
         )
 
-    async def _generated(self, task: GroupTask, prompt: Prompt) -> Written:
+    async def _generated(self, task: GroupTask, prompt: Prompt, pictures: Pictures) -> Written:
         """A group's samples; grading one overlaps with generating others."""
-        sampling = train_sampling(self._recipe, prompt)
+        sampling, expected = train_sampling(self._recipe, prompt), task.expected_tokens
         async with asyncio.TaskGroup() as tasks:
             making = [
                 tasks.create_task(
-                    self._sample(prompt, sampling, task.step, task.first + index, "train", task.expected_tokens)
+                    self._sample(prompt, sampling, task.step, task.first + index, "train", pictures, expected)
                 )
                 for index in range(task.count)
             ]
             if task.greedy:
                 plain = replace(sampling, temperature=0.0)
-                making.append(tasks.create_task(self._sample(prompt, plain, task.step, task.first, "greedy")))
+                making.append(tasks.create_task(self._sample(prompt, plain, task.step, task.first, "greedy", pictures)))
         samples = [each.result() for each in making]
         return Written(samples[: task.count], samples[task.count :])
 
     async def _sample(
-        self, prompt: Prompt, sampling: Sampling, step: int, index: int, purpose: Purpose, expected: float = 0.0
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        step: int,
+        index: int,
+        purpose: Purpose,
+        pictures: Pictures,
+        expected: float = 0.0,
     ) -> Sample:
         """One sample, graded."""
-        attempt = Attempt(prompt, sampling, self._recipe.run.seed, purpose, step, index, expected)
+        attempt = Attempt(prompt, sampling, self._recipe.run.seed, purpose, step, index, expected, pictures)
         sample = await self._player.play(attempt, self._asker)
         # A training and a held-out file of one name have rows of the same ids.
         held_out = " (held out)" if purpose == "eval" else ""

@@ -15,6 +15,7 @@ import orjson
 from megarl.core.errors import MegarlError
 from megarl.core.types import FloatArray, Prompt, Record, Sample, Status, TokenArray, VersionSpan
 from megarl.data.blocks import laid
+from megarl.data.images import identity
 from megarl.rollout.tasks import GroupTask
 
 # record: L token ids (int32), L log-probs (float32), L bytes of loss mask, label-aligned: see core/types.Record. routing: int16.
@@ -145,10 +146,11 @@ def _asked(prompt: Prompt, text: str | None, token_ids: TokenArray) -> Prompt:
 
 
 def prompt_crc(prompt: Prompt) -> int:
-    """What tells a prompt from others: of its id and its tokens."""
-    return zlib.crc32(
-        np.ascontiguousarray(prompt.token_ids, np.int32).tobytes(), zlib.crc32(prompt.id.encode(errors="replace"))
-    )
+    """What tells a prompt from others: of its id, its tokens and its images."""
+    crc = zlib.crc32(prompt.id.encode(errors="replace"))
+    for image in prompt.images:
+        crc = zlib.crc32(identity(image).encode(errors="replace"), crc)
+    return zlib.crc32(np.ascontiguousarray(prompt.token_ids, np.int32).tobytes(), crc)
 
 
 def _json(value: Any) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from megarl.core.types import RoutingArray, TokenArray, VersionSpan
 from megarl.serving.answers import Generation
 from megarl.serving.client import ServerClient
+from megarl.serving.images import SentImages
 from megarl.serving.sampling import Sampling
 
 # Token ids to text, special tokens left out: a tokenizer's decode.
@@ -34,13 +35,14 @@ async def extend(
     deadline_s: float,
     piece_tokens: int | None = None,
     gives_up: Callable[[], bool] = lambda: False,
+    images: SentImages | None = None,
 ) -> bool:
     """Ask for what a response still lacks, and whether it has ended; False where the server cut it off.
 
     token_ids: [P], what stands before the response. pieces: what there is of it, in order; grows as more comes, so that the
     caller has it however this ends: by an error, by a cancellation, or by a cut. piece_tokens: ask for so many at most at a
     time: as much is lost with a server that dies. deadline_s: for all of it. gives_up: of each request, as of
-    `ServerClient.generate`.
+    `ServerClient.generate`. images: of the prompt.
 
     The last token of a piece that was cut off is left out and drawn anew: the server did not look whether it ends the
     response. When a response is cut off does not depend on the token, so that what is sampled stays the policy's.
@@ -56,6 +58,7 @@ async def extend(
             replace(sampling, max_tokens=asked),
             left,
             gives_up=gives_up,
+            images=images,
         )
         left = max(0.0, end - clock())
         received = len(piece.token_ids)

@@ -11,6 +11,8 @@ from megarl.core.errors import MegarlError
 from megarl.core.types import Block, FloatArray, Sample
 from megarl.data.chat import load_tokenizer
 from megarl.data.prompts import PromptSet, load_prompts
+from megarl.models.hf_config import load_model_config
+from megarl.models.recipe_vision import sight_of
 from megarl.recipe.schema import Recipe
 from megarl.recipe.scoring import served_columns
 from megarl.rollout import filters
@@ -19,6 +21,7 @@ from megarl.rollout.facts import GroupFacts
 from megarl.rollout.handed import blocks_of, columns_of
 from megarl.rollout.journal import Journal
 from megarl.rollout.notices import Notices
+from megarl.rollout.pictures import Pictures
 from megarl.rollout.sample_facts import group_facts
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
 from megarl.rollout.turns import by_turn
@@ -37,12 +40,14 @@ class ReplayCollector:
         by_turn: bool = False,
         truncated: filters.Truncated = "learn",
         columns: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+        image_token: int | None = None,
     ) -> None:
         """journal: the folder. prompts: of the rows that it was written with. by_turn: whether turns are rewarded.
 
-        truncated: algorithm.truncated. columns: that come with the samples (`served_columns`).
+        truncated: algorithm.truncated. columns: that come with the samples (`served_columns`). image_token: of a model that
+        sees images.
         """
-        self._by_turn, self._truncated, self._columns = by_turn, truncated, columns
+        self._by_turn, self._truncated, self._columns, self._image_token = by_turn, truncated, columns, image_token
         self._journal, self._prompts = Journal(journal), prompts
         self._facts = facts or DataFacts(len(prompts), prompts.num_dropped, 0)
         self._groups: dict[int, list[Sample]] = {}
@@ -54,10 +59,19 @@ class ReplayCollector:
     def open(cls, journal: Path, recipe: Recipe) -> ReplayCollector:
         """Read the recipe's data. Raises UserError where it cannot be used."""
         tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
-        found = load_prompts(recipe.data.train, tokenizer, recipe.data, answered=recipe.agent is None)
+        sight = sight_of(load_model_config(recipe.model.path), recipe.data)
+        found = load_prompts(recipe.data.train, tokenizer, recipe.data, answered=recipe.agent is None, sight=sight)
         facts, truncated = DataFacts.of(found, recipe.data), recipe.algorithm.truncated
         columns = served_columns(recipe)
-        return cls(journal, found, facts, by_turn=by_turn(recipe), truncated=truncated, columns=columns)
+        return cls(
+            journal,
+            found,
+            facts,
+            by_turn=by_turn(recipe),
+            truncated=truncated,
+            columns=columns,
+            image_token=sight.image_token if sight is not None else None,
+        )
 
     async def start(self) -> DataFacts:
         """There is nothing to start."""
@@ -129,10 +143,12 @@ class ReplayCollector:
         await self._journal.close()
 
     async def _find(self, task: GroupTask) -> None:
-        found = await self._journal.find(task, self._prompts.prompts[task.row])
+        prompt = self._prompts.prompts[task.row]
+        found = await self._journal.find(task, prompt)
         if found is None:
             self._read.put_nowait(task.group)
         else:
+            await Pictures(prompt, self._image_token).put(found.samples)
             learned = self._groups[task.group] = filters.learned(found.samples, self._truncated)
             facts = group_facts(task.group, found.samples, found.greedy, recorded=True, learned=learned)
             self._read.put_nowait(facts)

@@ -18,7 +18,7 @@ class SingleTurn:
 
     async def play(self, attempt: Attempt, asker: Asker) -> Sample:
         """Ask once. A request that no server answers in time gives a sample of Status.FAILED: it must not end a step."""
-        request = Request(attempt.prompt.token_ids, attempt.seeded())
+        request = Request(attempt.prompt.token_ids, attempt.seeded(), pictures=attempt.pictures)
         try:
             answer = await asker.ask(request, step=attempt.step, expected_tokens=attempt.expected_tokens)
         except RequestFailedError as error:

@@ -13,6 +13,8 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.mix import rows_by_set
 from megarl.data.prompts import load_prompts
 from megarl.data.supervised import load_supervised
+from megarl.models.config import ModelConfig
+from megarl.models.recipe_vision import sight_of
 from megarl.recipe.check import check_recipe
 from megarl.recipe.load import Loaded
 from megarl.recipe.schema import AnyRecipe, Recipe, RecipeT
@@ -33,8 +35,8 @@ def with_steps(loaded: Loaded[RecipeT]) -> Loaded[RecipeT]:
     recipe = loaded.recipe
     if recipe.train.epochs is None:
         return loaded
-    check_model_folder(recipe.model.path)  # what is wrong with it is said as without epochs
-    rows = _usable_rows(recipe)
+    model = check_model_folder(recipe.model.path)  # what is wrong with it is said as without epochs
+    rows = _usable_rows(recipe, model)
     a_step = recipe.rollout.prompts_per_step if isinstance(recipe, Recipe) else recipe.train.batch_samples
     steps = steps_of(recipe.train.epochs, rows, a_step)
     if steps == 0:
@@ -65,11 +67,12 @@ def steps_of(epochs: float, rows: int, a_step: int) -> int:
     return int(Decimal(str(epochs)) * rows // a_step)
 
 
-def _usable_rows(recipe: AnyRecipe) -> int:
+def _usable_rows(recipe: AnyRecipe, model: ModelConfig) -> int:
     """Rows of an epoch: within the length limit, and, where the recipe mixes sets, of a set with a share."""
     if not isinstance(recipe, Recipe):
-        rows = load_supervised(recipe.data.train, recipe.model.path, recipe.data)
+        rows = load_supervised(recipe.data.train, recipe.model.path, recipe.data, sight_of(model, recipe.data))
         return sum(map(len, supervised.rows_by_set(rows, recipe.data).values())) or len(rows)
     tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
-    prompts = load_prompts(recipe.data.train, tokenizer, recipe.data, answered=recipe.agent is None)
+    sight = sight_of(model, recipe.data)
+    prompts = load_prompts(recipe.data.train, tokenizer, recipe.data, answered=recipe.agent is None, sight=sight)
     return sum(map(len, rows_by_set(prompts.prompts, recipe.data).values())) or len(prompts)

@@ -11,6 +11,7 @@ from megarl.data.chat import QUESTION, Tokenizer, behind_turn, load_tokenizer, s
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import EOS, GENERATION, load_model_config
 from megarl.models.lora_settings import LoraSettings, adaptable, all_linears
+from megarl.models.role_check import check_scored
 from megarl.recipe.load import Loaded
 from megarl.recipe.roles import ALL_LINEARS
 from megarl.recipe.schema import AnyRecipe, Recipe, RecipeT
@@ -24,6 +25,8 @@ END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3: SGLang ends a response at it whatev
 def check_head(recipe: SupervisedRecipe, model: ModelConfig) -> None:
     """A reward model learns by its score head, everything else by the vocabulary. Raises UserError."""
     scores = isinstance(recipe, RmRecipe)
+    if scores:
+        check_scored(model, "megarl rm", recipe.model.path)
     if model.head == "score" and not scores:
         raise UserError(
             f"model.path {recipe.model.path} is a reward model: it has one score a token in the place of a vocabulary. "

@@ -33,6 +33,7 @@ from megarl.models.context import check_context
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.layout_check import check_server_layout
+from megarl.models.recipe_vision import sight_of
 from megarl.models.role_check import check_roles
 from megarl.models.rules import expected_tensors
 from megarl.recipe.algorithm_rules import learning_notes
@@ -53,6 +54,7 @@ from megarl.run.resume_check import check_resumed
 from megarl.run.rows_check import (
     check_best,
     check_best_label,
+    check_blind,
     check_graded,
     check_margins,
     check_sets,
@@ -171,7 +173,7 @@ def _preflight(recipe: Recipe, sources: Mapping[str, str], start: Start, here: b
         *taken_back_notes(recipe.reward, sources),
         *_without_effect(recipe, platform),
         *template_notes(recipe, model),
-        *row_notes(recipe, recipe.data.train, prompts, tool_tokens),
+        *row_notes(recipe, model, recipe.data.train, prompts, tool_tokens),
         *notes,
     )
     external = None if replays else check_servers(recipe, model, platform, here=here)
@@ -220,20 +222,18 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     check_roles(recipe, model)
     check_experts(recipe, model, platform)
     check_lora(recipe, model)
-    rows, *held_out = (load_supervised(file, recipe.model.path, recipe.data) for file in files)
+    sight = sight_of(model, recipe.data)
+    rows, *held_out = (load_supervised(file, recipe.model.path, recipe.data, sight) for file in files)
     for file, loaded in zip(files, (rows, *held_out), strict=True):
+        check_blind(recipe, file, model)
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
         check_margins(recipe, file, loaded)
     check_best_label(recipe, held_out)
     sets = supervised.rows_by_set(rows, recipe.data)
     trained = sum(map(len, sets.values())) or len(rows)
-    notes = (
-        *_rows_again(recipe, trained),
-        *label_notes(recipe, rows, sets),
-        *keep_notes(recipe),
-        *template_notes(recipe, model),
-    )
+    notes = (*label_notes(recipe, rows, sets), *keep_notes(recipe), *template_notes(recipe, model))
+    notes = (*_rows_again(recipe, trained), *notes)
     committed = _read_whole(recipe, committed, trained, with_sets(rows.digests, sets))
     return Preflight(
         plan, platform, model, trained, rows.num_dropped, sum(map(len, held_out)), notes, committed=committed
@@ -396,4 +396,4 @@ def _eval_rows(recipe: Recipe, model: ModelConfig, tool_tokens: int) -> tuple[Se
     prompts = checked_prompts(recipe, recipe.data.eval, model)
     asked = recipe.eval.asked(prompts.prompts)
     check_sets(recipe, recipe.data.eval, prompts.prompts, asked)
-    return asked, row_notes(recipe, recipe.data.eval, prompts, tool_tokens)
+    return asked, row_notes(recipe, model, recipe.data.eval, prompts, tool_tokens)

@@ -8,18 +8,21 @@ from pathlib import Path
 from megarl.agents.row_kinds import check_kinds
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, TokenArray
+from megarl.core.words import some
 from megarl.data.answers import accepted
 from megarl.data.chat import load_tokenizer
 from megarl.data.mix import RowsBySet
 from megarl.data.pairs import Pair
-from megarl.data.prompts import PromptSet, load_prompts
-from megarl.data.rows import place_of
+from megarl.data.prompts import MESSAGES_KEY, PromptSet, load_prompts
+from megarl.data.rows import field_of, place_of, read_rows
 from megarl.data.supervised import Rows
 from megarl.data.unpaired import FEWEST_ROWS, Unpaired
 from megarl.models.config import ModelConfig
+from megarl.models.hf_config import load_model_config
+from megarl.models.recipe_vision import IMAGES_KEY, sight_of
 from megarl.recipe.keep_rules import set_of
 from megarl.recipe.schema import Recipe
-from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SupervisedRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SftRecipe, SupervisedRecipe
 from megarl.rewards.check import check_rendered, compares_answers
 from megarl.rewards.row_choice import check_choice, first_ungraded
 
@@ -31,9 +34,45 @@ MOST_SETS = 64  # of held-out rows with figures of their own
 def checked_prompts(recipe: Recipe, path: Path, model: ModelConfig) -> PromptSet:
     """The rows of a file as prompts whose tokens the model has. Raises UserError."""
     tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template_kwargs)
-    prompts = load_prompts(path, tokenizer, recipe.data, answered=recipe.agent is None)
+    sight = sight_of(model, recipe.data)
+    prompts = load_prompts(path, tokenizer, recipe.data, answered=recipe.agent is None, sight=sight)
     check_tokens(path, ((each.id, each.token_ids) for each in prompts.prompts), model, recipe.model.path)
+    check_seen(recipe, path, prompts.prompts)
     return prompts
+
+
+def check_seen(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
+    """Raises UserError for a row with images where somebody beside the policy is given its tokens, and sees none."""
+    first = next((prompt for prompt in prompts if prompt.images), None)
+    if first is None:
+        return
+    row = f"{place_of(path, first.id)}: the row has images"
+    if recipe.agent is not None:
+        raise UserError(
+            f"{row}, and episodes show none to the model. Remove the section agent, or leave such rows out."
+        )
+    if recipe.teacher is not None and recipe.teacher.servers is not None:
+        raise UserError(
+            f"{row}, and a teacher behind an address is asked about text alone. Leave such rows out, or name a teacher that sees "
+            "images by teacher.path, in the place of teacher.servers."
+        )
+    sections = {"critic": recipe.critic, "reward_model": recipe.reward_model, "teacher": recipe.teacher}
+    for role, section in sections.items():
+        folder = section.path if section is not None else None
+        if folder is not None and load_model_config(folder).vision is None:
+            raise UserError(
+                f"{row}, and {role}.path {folder} is a model that sees none. Name another, or leave such rows out."
+            )
+
+
+def check_blind(recipe: SupervisedRecipe, path: Path, model: ModelConfig) -> None:
+    """Raises UserError for a row with images in training on pairs or labels, which shows none to a model that could see them."""
+    for row in read_rows(path) if model.vision is not None and not isinstance(recipe, SftRecipe) else ():
+        if field_of(row.fields, IMAGES_KEY):  # others may be written with an empty list
+            raise UserError(
+                f"{row.where}, field {IMAGES_KEY!r}: images are shown to a model in `megarl train` and `megarl sft` alone. Leave "
+                "such rows out, or remove the field where the text is enough."
+            )
 
 
 def check_tokens(path: Path, rows: Iterable[tuple[str, TokenArray]], model: ModelConfig, folder: Path) -> None:
@@ -201,9 +240,25 @@ def _check_judged(recipe: Recipe, held_out: Sequence[Prompt], place: Callable[[P
             )
 
 
-def row_notes(recipe: Recipe, path: Path, prompts: PromptSet, tool_tokens: int) -> tuple[str, ...]:
-    """Lines on rows that nothing can come of."""
-    return (*_without_answer(recipe, path, prompts), *_beside_tools(recipe, path, prompts, tool_tokens))
+def row_notes(recipe: Recipe, model: ModelConfig, path: Path, prompts: PromptSet, tool_tokens: int) -> tuple[str, ...]:
+    """Lines on rows that nothing can come of, or less than their model could."""
+    return (
+        *_without_answer(recipe, path, prompts),
+        *_beside_tools(recipe, path, prompts, tool_tokens),
+        *_without_images(recipe, model, path, prompts),
+    )
+
+
+def _without_images(recipe: Recipe, model: ModelConfig, path: Path, prompts: PromptSet) -> tuple[str, ...]:
+    """A line where a model that sees is shown nothing: images may lie in another field."""
+    key = recipe.data.images_key
+    if model.vision is None or key is None or any(prompt.images for prompt in prompts.prompts):
+        return ()
+    others = sorted(name for name in prompts.prompts[0].metadata if name != MESSAGES_KEY)
+    return (
+        f"no row of {path} has an image in its field {key!r} (data.images_key): the model sees none of them. Further fields of "
+        f"the first row: {some(others, MOST_SETS) or 'none'}",
+    )
 
 
 def _beside_tools(recipe: Recipe, path: Path, prompts: PromptSet, tool_tokens: int) -> tuple[str, ...]:

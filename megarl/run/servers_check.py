@@ -28,6 +28,7 @@ from megarl.recipe.rollout_rules import longest_served
 from megarl.recipe.run import Run
 from megarl.recipe.schema import Recipe
 from megarl.rewards.check import read_key
+from megarl.run.images_check import check_seeing_servers
 from megarl.run.rope_check import check_served_rope
 from megarl.serving.server_flags import SPARE_TOKENS, check_server_args
 
@@ -77,6 +78,7 @@ def check_servers(
     _check_constants("`model.path`", model)
     _check_stored_dtype("`model.path`", recipe.model.path, model, recipe.model.dtype)
     check_served_rope("`model.path`", recipe.model.path, model)
+    check_seeing_servers(recipe, model)
     if recipe.agent is not None:
         check_calls("`agent.tool_parser`", recipe.agent.tool_parser, model)
     if not own_weights:

@@ -83,10 +83,10 @@ def clip(spans: Iterable[VersionSpan], count: int) -> tuple[VersionSpan, ...]:
     return tuple(VersionSpan(s.version, s.start, min(s.end, count)) for s in spans if s.start < count)
 
 
-def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = False) -> Generation:
+def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = False, num_images: int = 0) -> Generation:
     """The answer of /generate. where: the server and endpoint, for errors; num_prompt: tokens that were sent.
 
-    routed: whether the experts were asked for. Raises AnswerError.
+    routed: whether the experts were asked for. num_images: that were sent beside. Raises AnswerError.
     """
     answer, flat = _without_rows(body, where)
     token_ids = _token_ids(field(answer, "output_ids", list, where), where)
@@ -113,8 +113,9 @@ def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = Fal
     # A request that is ended while it waits in the server's queue is answered without these.
     counts = {"prompt_tokens": num_prompt, "cached_tokens": 0} | meta
     read = field(counts, "prompt_tokens", int, where, "meta_info.")
-    if read < num_prompt and finish != "abort":
-        raise cut(where, read, num_prompt)
+    wrong = read != num_prompt if num_images else read < num_prompt
+    if wrong and finish != "abort":
+        raise cut(where, read, num_prompt, num_images)
     routing = _routing(meta.get("routed_experts"), read + len(token_ids) - 1, where)
     if routed and finish != "abort":
         _check_told(routing, where)
@@ -131,8 +132,14 @@ def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = Fal
     )
 
 
-def cut(where: str, read: int, sent: int) -> AnswerError:
-    """That a server read fewer tokens than it was sent."""
+def cut(where: str, read: int, sent: int, num_images: int = 0) -> AnswerError:
+    """That a server read fewer tokens than it was sent; with images, that it read more or fewer."""
+    if num_images:
+        return AnswerError(
+            f"{where} answered to {read} tokens, and was asked with {sent}, those of {num_images} images among them: it makes "
+            "other numbers of tokens of images, or tokenised the prompt anew. It has to have the preprocessor_config.json of "
+            "model.path, and SGLANG_MM_AVOID_RETOKENIZE=1 in its environment."
+        )
     return AnswerError(
         f"{where} answered to {read} tokens, and was asked with {sent}: a server with --allow-auto-truncate cuts a prompt that "
         "its context or its cache does not hold. Start it without that flag."

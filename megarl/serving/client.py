@@ -21,6 +21,7 @@ from megarl.core.types import TokenArray
 from megarl.serving import answers
 from megarl.serving.answers import Generation, read_generation
 from megarl.serving.deadline import deadline
+from megarl.serving.images import SentImages
 from megarl.serving.prompt_scores import PromptScores, asking, read_scores
 from megarl.serving.sampling import Sampling, prompt_key
 
@@ -118,6 +119,7 @@ class ServerClient:
         deadline_s: float = 3600.0,
         *,
         gives_up: Callable[[], bool] = lambda: False,
+        images: SentImages | None = None,
     ) -> Generation:
         """Sample one response, or go on with one.
 
@@ -126,7 +128,7 @@ class ServerClient:
 
         A connection that fails, and a router without a server at the moment, are tried again, the longer
         the more `attempts`: sampling has no side effects. gives_up: asked before each try but the first; where it says so,
-        what went wrong is raised instead.
+        what went wrong is raised instead. images: those that the tokens have.
 
         Raises DeadlineError, ServerUnreachableError, ServerError, AnswerError.
         """
@@ -138,24 +140,24 @@ class ServerClient:
                 "return_logprob": True,
                 **self._adapter,
                 **({"return_routed_experts": True} if sampling.routing else {}),
-                **({"extra_key": prompt_key(ids)} if sampling.alone else {}),
+                **({"extra_key": prompt_key(ids, images.pngs if images else ())} if sampling.alone else {}),
+                **(images.body(ids) if images else {}),
             },
             option=orjson.OPT_SERIALIZE_NUMPY,
         )
         what = self._what("/generate")
+        asked = len(ids), sampling.routing, len(images.pngs) if images else 0
         async with deadline(deadline_s, what):
             for attempt in range(self._attempts - 1):
                 try:
-                    return read_generation(
-                        await self._send("POST", "/generate", body), what, len(ids), sampling.routing
-                    )
+                    return read_generation(await self._send("POST", "/generate", body), what, *asked)
                 except (ServerUnreachableError, ServerError) as error:
                     if not nobody_there(error):
                         raise
                     await asyncio.sleep(min(self._backoff_s * 2**attempt, LONGEST_BACKOFF_S))
                     if gives_up():
                         raise
-            return read_generation(await self._send("POST", "/generate", body), what, len(ids), sampling.routing)
+            return read_generation(await self._send("POST", "/generate", body), what, *asked)
 
     async def prompt_scores(
         self, token_ids: Tokens, deadline_s: float = CALL_S, *, first: int = 1, top: int = 0, alone: bool = False

@@ -211,7 +211,7 @@ class ManagedProcess:
         janitor.await_exit(tree, KILL_WAIT_S)
         os.close(self._pidfd)
         self._pidfd = -1
-        for name in self._segments:
+        for name in self._segments | janitor.segments_by(tree):
             (janitor.SHARED_MEMORY / name).unlink(missing_ok=True)
 
     def _shown_log(self) -> str:

@@ -50,6 +50,9 @@ class Sampling:
         return body
 
 
-def prompt_key(token_ids: Sequence[int] | TokenArray) -> str:
-    """What requests of one prompt have in common, and no others: a digest of its tokens."""
-    return hashlib.sha256(np.asarray(token_ids, "<i8").tobytes()).hexdigest()
+def prompt_key(token_ids: Sequence[int] | TokenArray, images: Sequence[bytes] = ()) -> str:
+    """What requests of one prompt have in common, and no others: a digest of its tokens and its images."""
+    digest = hashlib.sha256(np.asarray(token_ids, "<i8").tobytes())
+    for image in images:
+        digest.update(hashlib.sha256(image).digest())
+    return digest.hexdigest()

@@ -112,6 +112,7 @@ class ServerSpec:
             flags += [OVERRIDES, json.dumps(settings | own)]
         if self.lora is not None:
             flags += self.lora.flags()
+        flags += server_models.image_flags(self.model)
         return [*flags, *extra]
 
     def env(self) -> dict[str, str]:
@@ -120,6 +121,7 @@ class ServerSpec:
         """
         own, asked = server_models.max_positions(self.model), self.context_length
         found = {LONGER: "1"} if asked is not None and asked <= own < asked + SPARE_TOKENS else {}
+        found |= server_models.image_env(self.model)
         if self.quantized:
             found[FEWER_KERNELS] = os.environ.get(FEWER_KERNELS, "1")
         # Flags of a user's own may ask for others: a second model that guesses ahead, another implementation.
@@ -132,12 +134,17 @@ class ServerSpec:
         return [
             *platform.server_args,
             *(platform.shared_server_args if self.shares_devices else ()),
-            *(platform.offload_server_args if self.offloaded else ()),
+            *(self._offload_flags(platform) if self.offloaded else ()),
             *(platform.deterministic_server_args if self.deterministic else ()),
             *(platform.lora_server_args if self.lora is not None else ()),
             *(self._kernel_flags() if platform.has_device_memory else ()),
             *self.flags(host, port),
         ]
+
+    def _offload_flags(self, platform: Platform) -> tuple[str, ...]:
+        """Where weights are given back, those that nobody sends, as a vision tower's, have to be kept somewhere."""
+        kept = platform.frees_servers and server_models.sees_images(self.model)
+        return (*platform.offload_server_args, *((server_models.KEPT_WEIGHTS,) if kept else ()))
 
     def _kernel_flags(self) -> tuple[str, ...]:
         """By which kernels a device's server computes, where SGLang's own choice does not do.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any
 
 from megarl.models.hf_delta import INTERVAL, LINEAR
 from megarl.models.hf_layers import PATTERN, SLIDING, period_of
+from megarl.models.multimodal import sees
 
 VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"  # SGLang's own: modules of sglang.srt.models that are not imported
 ENTRY = re.compile(r"^EntryClass\b[^=]*=\s*(\[[^\]]*\]|[^\n]+)", re.MULTILINE)  # what a module registers
@@ -68,6 +70,24 @@ CHOSEN = ("--moe-", "--quantization")
 # Whose heads' sizes SGLang reads as those of layers without a window, and those of the others by keys of its own: of a multimodal
 # folder's config it moves them itself (utils/hf_transformers/config.py), of a text part's it does not.
 LAYERED = "Gemma4ForCausalLM"
+# What servers of models that see are told of how images come.
+SEES = "--enable-multimodal"
+IMAGE_FLAGS = (
+    SEES,
+    # transformers' code without torchvision, which the trainer's pixels come by as well; the other takes a device's memory.
+    *("--image-processor-backend", "pil"),
+    # Images come at the size that is the model's: it decided how many tokens the prompt has.
+    *("--mm-process-config", '{"image": {"do_resize": false}}'),
+    # Squares of an image for all samples of its prompt, in the host's memory. An image of 10,000 tokens has 190 MiB of them.
+    *("--mm-preprocess-cache-size-mb", "512"),
+    # Else Qwen3-VL's on Hopper take 1 GiB and more of a device for what is on its way there.
+    *("--mm-feature-transport", "cpu"),
+)
+# A server that gives the memory of its weights back gets those of the text from the trainer, and of the rest has a copy.
+KEPT_WEIGHTS = "--enable-weights-cpu-backup"
+# SGLang's own: a prompt's tokens are those that were sent; and MiB of a device for what the tower said, for prompts that are cut
+# into chunks and for samples that begin later: of 10,000 tokens of 4096 numbers it is 80, and of Qwen3-VL four times that.
+IMAGE_ENV = {"SGLANG_MM_AVOID_RETOKENIZE": "1", "SGLANG_VLM_CACHE_SIZE_MB": "512"}
 # Of which SGLang reads RoPE's base and share at the top alone, and else takes 10000 and a quarter (models/qwen3_next.py).
 AT_TOP, QUARTER = "Qwen3NextForCausalLM", 0.25
 
@@ -173,9 +193,26 @@ def _of_hybrid(config: dict[str, Any]) -> dict[str, object]:
     return told if pattern == config.get(PATTERN, PERIOD) else told | {PATTERN: pattern}
 
 
+def sees_images(model: Path) -> bool:
+    """Whether a server of this HF folder has a vision tower that megarl gives images to."""
+    return sees(_config(model).get("architectures") or ())
+
+
+def image_flags(model: Path) -> tuple[str, ...]:
+    """What a server is told of how images come; nothing of a model without a tower."""
+    return IMAGE_FLAGS if sees_images(model) else ()
+
+
+def image_env(model: Path) -> dict[str, str]:
+    """Variables of such a server; a user's own go before."""
+    return {name: os.environ.get(name, value) for name, value in IMAGE_ENV.items()} if sees_images(model) else {}
+
+
 def max_positions(model: Path) -> int:
     """How many tokens the config of this HF folder says that the model takes; 0 where it does not."""
-    return int(_config(model).get("max_position_embeddings") or 0)
+    config = _config(model)
+    text = config.get("text_config") or {}
+    return int(config.get("max_position_embeddings") or text.get("max_position_embeddings") or 0)
 
 
 def unused_models(model: Path) -> tuple[str, ...]:

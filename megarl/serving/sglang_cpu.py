@@ -31,6 +31,7 @@ from megarl.core.transformers_models import models_as_remembered
 
 WRITTEN_FOR = "0.5.21"
 LORA = "--enable-lora"
+IMAGES = "--enable-multimodal"  # as `server_models` tells servers of models that see
 DISABLE = "TORCH_COMPILE_DISABLE"  # torch's own: 1 for nothing is compiled
 # What is to be compiled and never is, by SGLang's names: in the first two torch's compiler meets the stand-in for triton, and
 # ends. In the third, which masks token ids where the vocabulary is sharded, it finds nothing to save, and each rank of a server
@@ -245,7 +246,7 @@ def compile_late() -> None:
     torch.compile = late
 
 
-def load(*, deterministic: bool = False, lora: bool = False) -> None:
+def load(*, deterministic: bool = False, lora: bool = False, images: bool = False) -> None:
     """Import the server. What is there then stays: nobody looks for garbage in it, and its copies share it.
 
     SGLang has a debugger that looks into Megatron wherever that is installed, and transformers losses for pictures that take
@@ -270,6 +271,8 @@ def load(*, deterministic: bool = False, lora: bool = False) -> None:
         _without_nccl()
         if lora:
             _forget_pinning()
+        if images:
+            load_images()
         keep_mapped()
         if deterministic:
             _allow_attention()
@@ -277,6 +280,11 @@ def load(*, deterministic: bool = False, lora: bool = False) -> None:
         attention = importlib.import_module("megarl.serving.sglang_cpu_attention")
         attention.install(None if deterministic else _prepare)
         gc.freeze()
+
+
+def load_images() -> None:
+    """Import what SGLang makes of images, behind the server itself."""
+    importlib.import_module("megarl.serving.sglang_cpu_images").load(ONLY_NAMED)
 
 
 def _prepare(model: Any) -> Callable[[], None]:
@@ -303,6 +311,6 @@ if __name__ == "__main__":
     from megarl.serving.launcher import DETERMINISTIC, read_api_key, run_sglang_server
 
     api_key = read_api_key()
-    load(deterministic=DETERMINISTIC in sys.argv, lora=LORA in sys.argv)
+    load(deterministic=DETERMINISTIC in sys.argv, lora=LORA in sys.argv, images=IMAGES in sys.argv)
     fork_children()
     run_sglang_server(sys.argv[1:], api_key)

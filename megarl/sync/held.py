@@ -24,8 +24,10 @@ WIDE_ROUTERS = ("glm4_moe", "glm4_moe_lite", "minimax_m2")  # families
 CUT_NORMS = ("minimax_m2",)  # families whose norms over all heads each rank has its part of
 # Of a layer's experts what stands beside the layer's MLP (models/gemma4_causal.py).
 BESIDE, OF_EXPERTS = "gemma4", "router.per_expert_scale"
-# What its servers hold beside: ones in the place of weights of norms, and a copy of the router's scale, which they make.
-MADE = ("self_attn.v_norm.weight", "router.norm.weight", "router.root_size")
+# What its servers hold beside: ones in the place of weights of norms, and a copy of the router's scale, which they make; and
+# servers of models that see, which frequencies turn by which axis.
+MADE = ("self_attn.v_norm.weight", "router.norm.weight", "router.root_size", "rotary_emb.axis_map")
+TOWER = "visual."  # how names of a vision tower begin, which servers have of their own
 WHOLE_EMBEDDINGS = ("gemma3", "gemma4")  # families
 NORM, MIXED = "layernorm.weight", "self_attention.linear_qkv.weight"
 SHARED, ROUTED = ".shared_experts.", ".experts."

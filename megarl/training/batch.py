@@ -7,6 +7,7 @@ same work on every rank). Nobody outside of this module sees the padding.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,11 +16,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout
 from megarl.core.types import TEACHER_TOP, FloatArray, IntArray, MicroBatch, RoutingArray
+from megarl.models.vision import Vision, png_size
 
 PADDING = -1
 Bounds = NDArray[np.int32]  # cu_seqlens
+
+
+@dataclass(frozen=True)
+class Images:
+    """Those of a packed forward pass, and which of this rank's tokens are squares of them.
+
+    pngs: in the order of their tokens. positions: [3, T of all context-parallel ranks] int64, each token's place in time, row and
+    column within its sequence. rows: [n] int64, this rank's tokens that are squares; squares: [n] int64, which of all images'.
+    """
+
+    pngs: tuple[bytes, ...]
+    positions: Tensor
+    rows: Tensor
+    squares: Tensor
 
 
 @dataclass(frozen=True)
@@ -40,11 +57,19 @@ class DeviceBatch:
     routing: Tensor | None = None
     margins: Tensor | None = None  # [S // 2] float32, of all pairs, also of those that other ranks hold parts of
     desirable: Tensor | None = None  # [S] float32, of labelled answers: see MicroBatch
+    images: Images | None = None  # None where no sequence has any
 
     @property
     def num_tokens(self) -> int:
         """T, with padding."""
         return self.tokens.shape[0]
+
+    def routing_of(self, num_layers: int, layout: Layout, tp_rank: int) -> Tensor | None:
+        """`routing` of the tokens that a tensor-parallel rank's routers see: [T or T / tp, layers, k]."""
+        if self.routing is None:
+            return None
+        routing: Tensor = self.routing.unflatten(1, (num_layers, -1))
+        return routing.chunk(layout.tp)[tp_rank] if layout.sequence_parallel else routing
 
     @property
     def top_ids(self) -> Tensor | None:
@@ -92,9 +117,17 @@ def cut_sequences(cu_seqlens: NDArray[np.int32], layout: Layout) -> Cut:
 
 
 def to_device(
-    micro: MicroBatch, columns: dict[str, FloatArray], device: str, layout: Layout, cp_rank: int
+    micro: MicroBatch,
+    columns: dict[str, FloatArray],
+    device: str,
+    layout: Layout,
+    cp_rank: int,
+    vision: Vision | None = None,
 ) -> DeviceBatch:
-    """Copy this rank's part of a micro-batch and of its columns (each [T, ..]) to a device."""
+    """Copy this rank's part of a micro-batch and of its columns (each [T, ..]) to a device.
+
+    vision: of the model. Raises MegarlError where it has none and there are images, or where these are not those of the tokens.
+    """
     cut = cut_sequences(micro.cu_seqlens, layout)
     source = cut.sources[cp_rank]
     here = source != PADDING
@@ -120,7 +153,30 @@ def to_device(
         routing=None if micro.routing is None else _routing(micro.routing, source, device),
         margins=None if micro.margins is None else torch.tensor(micro.margins, dtype=torch.float32, device=device),
         desirable=None if micro.desirable is None else torch.tensor(micro.desirable, device=device),
+        images=_images(micro, cut.cu_seqlens, source, vision, device) if any(micro.images or ()) else None,
     )
+
+
+def _images(micro: MicroBatch, bounds: Bounds, source: IntArray, vision: Vision | None, device: str) -> Images:
+    """bounds: of the padded sequences. source: as `Cut` has it, of this rank."""
+    assert micro.images is not None
+    if vision is None:
+        raise MegarlError("A micro-batch has images, and the model sees none.")
+    positions = np.zeros((3, bounds[-1]), np.int64)
+    square = np.full(micro.num_tokens, PADDING, np.int64)
+    for sequence, (start, stop) in enumerate(itertools.pairwise(micro.cu_seqlens)):
+        tokens, first = micro.tokens[start:stop], bounds[sequence]
+        try:
+            sizes = [png_size(png) for png in micro.images[sequence]]
+            positions[:, first : first + len(tokens)] = vision.positions(tokens, sizes)
+            square[start:stop][vision.squares(tokens, sizes)] = 0
+        except ValueError as error:
+            raise MegarlError(f"Sequence {sequence} of a micro-batch and its images do not agree: {error}.") from error
+    square[square == 0] = np.arange((square == 0).sum())
+    mine = np.where(source == PADDING, PADDING, square[source])
+    rows = np.flatnonzero(mine != PADDING)
+    pngs = tuple(itertools.chain.from_iterable(micro.images))
+    return Images(pngs, *(torch.from_numpy(each).to(device) for each in (positions, rows, mine[rows])))
 
 
 def _routing(routing: RoutingArray, source: IntArray, device: str) -> Tensor:

@@ -28,12 +28,14 @@ from megarl.models.all_gather import all_gather_objects
 from megarl.models.config import ModelConfig
 from megarl.models.hf_beside import copy_beside
 from megarl.models.hf_dtypes import ModelDtype, StoredDtype
+from megarl.models.hf_files import tower_index
 from megarl.models.hf_save import CONFIG, write_config
 from megarl.models.hf_weights import BUFFERS
+from megarl.models.tensor_copy import write_tensors
 from megarl.recipe.roles import Lora, Optimizer
 from megarl.recipe.section import Section
 from megarl.training.checkpoint_files import RankStrategy, check_metadata
-from megarl.training.manifest import HF_FOLDER, MANIFEST, Manifest, read_manifest
+from megarl.training.manifest import HF_FOLDER, MANIFEST, TOWER, Manifest, read_manifest
 from megarl.training.optimizer_state import OptimizerState
 
 # How torch says that the system takes no more of a file; of small common data, before anybody's own file is begun.
@@ -127,7 +129,9 @@ class PendingSave:
         target.mkdir()
         config = self._meta.config
         write_config(self._meta.source / CONFIG, target / CONFIG, self._meta.dtype, config)
-        copy_beside(self._meta.source, target)
+        copy_beside(self._meta.source, target, sees=config.vision is not None)
+        if config.vision is not None:
+            write_tensors(target / TOWER, tower_index(self._meta.source))
         others = [path for path in sorted(self._folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
         names = [str(path.relative_to(self._folder)) for path in others]
         sums = {**sums, **sum_files(self._folder, [name for name in names if name not in sums])}

@@ -6,7 +6,7 @@ Import only after `models.bootstrap.prepare_megatron`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from megarl.models.hf_weights import Bucket, Value
 from megarl.models.lora import adapters_off
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.peft import save_peft
+from megarl.models.seen import Seen
 from megarl.training.batch import Bounds, DeviceBatch, cut_sequences, joined_top, to_device
 from megarl.training.build import build_role
 from megarl.training.checkpoint import PendingSave, Saved, load_checkpoint, save_checkpoint
@@ -73,11 +74,15 @@ class Engine:
             built = build_role(config, spec, groups, platform, seed)
         self._chunks, self._wrapped, self._stepper = built.chunks, built.wrapped, built.stepper
         self._auxiliary, self._replays, self._shares = built.auxiliary, built.replays, built.shares
-        self._offload = Offload(self._wrapped, self._stepper.optimizer if self._stepper else None, platform)
-        self._offload.sleep(spec.offload)
+        self._sight = built.sight
+        towers = [] if self._sight is None else self._sight.modules
+        self._offload = Offload([*self._wrapped, *towers], self._stepper and self._stepper.optimizer, platform)
+        self.sleep(spec.offload)
 
-    def sleep(self, parts: Iterable[Part] = PARTS) -> int:
+    def sleep(self, parts: Collection[Part] = PARTS) -> int:
         """Free the device memory of these parts, now; the next operation that needs them wakes them. Bytes freed."""
+        if self._sight is not None and "params" in parts:
+            self._sight.forget()
         return self._offload.sleep(parts)
 
     def wake(self, parts: Iterable[Part] = PARTS) -> int:
@@ -95,7 +100,7 @@ class Engine:
             with self._groups.active() if active else nullcontext():
                 yield
         finally:
-            self._offload.sleep(self._spec.offload)
+            self.sleep(self._spec.offload)
 
     @property
     def config(self) -> ModelConfig:
@@ -184,7 +189,7 @@ class Engine:
         batches, bounds = [], []
         for index, micro in enumerate(mini.micro_batches):
             mine = {name: column[index] for name, column in columns.items()}
-            batches.append(to_device(micro, mine, self._device, layout, rank))
+            batches.append(to_device(micro, mine, self._device, layout, rank, self._config.vision))
             bounds.append(micro.cu_seqlens)
         return batches, bounds
 
@@ -276,17 +281,13 @@ class Engine:
         passes = sum(size + num_fillers(layout, size) for size in sizes) * layout.vpp
         return self._progress.of(passes, "micro-batches")
 
-    def _prepare(self, model: Any, batch: DeviceBatch) -> None:
-        """Before a forward pass: give the routers the rollout's choice for the part of the tokens that they will see."""
+    def _prepare(self, model: Any, batch: DeviceBatch) -> Seen | None:
+        """Before a forward pass: give the routers the rollout's choice; what it sees of images."""
         self._progress.advance()
-        if self._replays is None:
-            return
-        routing, layout = batch.routing, self._groups.layout
-        if routing is not None:
-            routing = routing.unflatten(1, (self._config.num_layers, -1))
-            if layout.sequence_parallel:
-                routing = routing.chunk(layout.tp)[self._groups.place.tp]
-        self._replays.set(unwrap_model(model), routing)
+        if self._replays is not None:
+            mine = batch.routing_of(self._config.num_layers, self._groups.layout, self._groups.place.tp)
+            self._replays.set(unwrap_model(model), mine)
+        return None if self._sight is None else self._sight.of(batch)
 
     def _reduce(self, sums: MetricSums) -> dict[str, float]:
         """Metrics of the ranks that have logits, on every rank."""

@@ -22,6 +22,7 @@ from megarl.models.hf_config import parse_model_config
 from megarl.models.hf_dtypes import ModelDtype, StoredDtype
 
 MANIFEST, HF_FOLDER = "megarl.json", "hf"
+TOWER = "tower.safetensors"  # beside that config, of a model that sees images: what is not of its text part
 FORMAT = 1
 UNFINISHED = "The checkpoint was not finished, is damaged, or is not one of megarl's."
 

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from megarl.core.layout import Layout
 from megarl.models.packed import packed_params
+from megarl.models.seen import Seen
 from megarl.training.batch import DeviceBatch, filler
 from megarl.training.parallel import Groups
 
-# Called before each forward pass of a model chunk.
-Prepare = Callable[[Any, DeviceBatch], None]
+# Called before each forward pass of a model chunk. Returns what the pass sees of images.
+Prepare = Callable[[Any, DeviceBatch], Seen | None]
 # Gets a micro-batch and its logits, [T, V / tp]. Training: (loss, tokens, {}); otherwise whatever is to be collected.
 Evaluate = Callable[[DeviceBatch, Tensor], Any]
 
@@ -70,13 +71,12 @@ def num_fillers(layout: Layout, num_micro_batches: int) -> int:
 def _forward_step(evaluate: Evaluate, prepare: Prepare | None, cp: int, options: dict[str, Any]) -> Callable[..., Any]:
     def forward_step(iterator: Iterator[DeviceBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(iterator)
-        if prepare is not None:
-            prepare(model, batch)
+        seen = None if prepare is None else prepare(model, batch)
         output = model(
             batch.tokens[None],
             batch.positions[None],
             None,
-            packed_seq_params=packed_params(batch.cu_seqlens, cp, batch.host_bounds),
+            packed_seq_params=packed_params(batch.cu_seqlens, cp, batch.host_bounds, seen),
             **options,
         )
 

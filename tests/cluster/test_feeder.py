@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,14 +11,17 @@ import pytest
 
 from megarl.cluster import feeder
 from megarl.cluster.process import ProcessFacts
+from megarl.core.types import Image
+from megarl.data.images import pngs
 from megarl.data.pack import assemble
 from megarl.data.pairs import Pair
 from megarl.data.row_set import RowSet
 from megarl.data.sft import Demonstration
 from megarl.data.unpaired import Unpaired
 from megarl.models.flops import forward_flops, train_flops
-from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 from tests.models.test_flops import DENSE
+from tests.support.sight import picture
 
 
 def text(length: int) -> Demonstration:
@@ -60,3 +65,28 @@ def test_labelled_answers_come_with_the_same_prompts_before_other_answers(monkey
     for each in found:
         assert each.weights == pytest.approx(np.where(np.arange(9) % 3 == 1, 1 / 3, 0))
     assert info.num_samples == 3
+
+
+def test_a_steps_demonstrations_have_their_images_which_were_made_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No image is decoded when the second step is asked for; and the cursor stays where the first step left it."""
+    rows = []
+    for number in range(1, 5):
+        file = tmp_path / f"{number}.png"
+        file.write_bytes(picture(4, 4, number))
+        rows.append(replace(text(3), id=f"rows:{number}", images=(Image(file, 4, 4),)))
+    monkeypatch.setattr(feeder, "configure_process", lambda spec: ProcessFacts(1, "host"))
+    monkeypatch.setattr(feeder, "load_model_config", lambda path: DENSE)
+    monkeypatch.setattr(feeder, "load_supervised", lambda *given: RowSet(tuple(rows), 0))
+    sections = {"data": {"train": "rows.jsonl", "shuffle": False}, "train": {"steps": 2, "batch_samples": 2}}
+    recipe = SftRecipe.model_validate({"model": {"path": "m"}, **sections})
+    actor = feeder.FeederActor(None, recipe, 1)  # type: ignore[arg-type]
+    for step, names in ((1, "12"), (2, "34")):
+        parts: Any = actor.take(step)
+        expected = [pngs(row.images, row.id) for row in rows if row.id[-1] in names]
+        assert [parts[2].images[place] for place in np.argsort(parts[2].sample_index)] == expected
+        assert actor.state()["position"] == 2 * step
+        if step == 1:
+            actor._images.of(rows[2:])
+            monkeypatch.setattr("megarl.data.row_images.pngs", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
@@ -9,19 +10,25 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
-from megarl.cluster.runtime import DASHBOARD, Runtime
+from megarl.cluster.ray_process import DASHBOARD, UNASKED
+from megarl.cluster.runtime import Runtime
 from megarl.core.errors import UserError
 from megarl.core.janitor import RUN_ID_VARIABLE, processes_of
 from megarl.core.platform import Platform
 from megarl.core.ray_env import RAY_ADDRESS_VARIABLE
 from megarl.core.stop import STOP_SIGNAL
 from tests.support.processes import ended, heed_interrupts
+
+# Ray's workers cannot import test modules: what is defined here travels whole.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def unused_address() -> str:
@@ -83,11 +90,22 @@ def test_spares_without_nodes_are_refused(platform: Platform, monkeypatch: pytes
     assert RUN_ID_VARIABLE not in os.environ
 
 
+def seen_in(packages: Sequence[str]) -> tuple[list[str], bool, str | None]:
+    """In a process of Ray's: which of these it has loaded, whether they are themselves where somebody asks for them, and the
+    folder that a shell notes for all that it starts.
+    """
+    before = [name for name in packages if name in sys.modules]
+    return before, all(importlib.import_module(name).__file__ for name in packages), os.environ.get("PWD")
+
+
 @pytest.mark.slow
 def test_a_ray_that_was_too_slow_is_started_once_more(
     platform: Platform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ray's own processes are there by then: nothing of the first start is left. Its dashboard's packages are not looked for."""
+    """Ray's own processes are there by then: nothing of the first start is left. Its dashboard's packages are not looked for.
+
+    Neither time is there more of Ray's than a run needs, nor in its workers.
+    """
     from ray._private import services
 
     looked_for: list[str] = []
@@ -97,6 +115,7 @@ def test_a_ray_that_was_too_slow_is_started_once_more(
         def find_spec(name: str, path: object = None, target: object = None) -> None:
             looked_for.append(name)
 
+    monkeypatch.delenv("PWD", raising=False)
     monkeypatch.delitem(sys.modules, DASHBOARD, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Looks, *sys.meta_path])
 
@@ -115,8 +134,10 @@ def test_a_ray_that_was_too_slow_is_started_once_more(
         running = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_of(run_id)]
         assert sum(b"raylet/raylet" in words.split(b"\0")[0] for words in running) == 1
         assert sum(words.split(b"\0")[0].endswith(b"gcs_server") for words in running) == 1
-        assert not [words for words in running if b"monitor.py" in words]
+        assert not [words for words in running if b"monitor.py" in words or b"dashboard.py" in words]
         assert not runtime.nodes.services.ended()
+        # Through a shell, which Ray's setup of a worker becomes first, it would have been begun twice.
+        assert ray.get(ray.remote(seen_in).remote(UNASKED)) == ([], True, None)
     assert "It is started once more" in caplog.text and DASHBOARD not in looked_for
     assert processes_of(run_id) == []
 

@@ -17,9 +17,9 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from megarl import command_line
-from megarl.convert import tensor_copy
 from megarl.convert.text_part import into_multimodal, text_part
 from megarl.core.errors import UserError
+from megarl.models import tensor_copy
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import TensorInfo, are_same, check_weights
 from megarl.models.rules import expected_tensors

@@ -115,6 +115,20 @@ def test_clean_spares_the_named_pids(run_id: str, tmp_path: Path) -> None:
         spared.wait()
 
 
+def test_what_a_killed_process_had_on_its_way_to_another_is_removed(run_id: str, tmp_path: Path) -> None:
+    """No process has mapped it, and its name says whose it was."""
+    sleeper, other = start_sleeper(run_id, f"megarl-test-{run_id}"), os.getpid()
+    segments = [Path("/dev/shm", f"sgl_shm_mm_{pid}_{run_id[-8:]}") for pid in (sleeper.pid, other)]
+    for segment in segments:
+        segment.touch()
+    try:
+        assert segments[0].name in janitor.clean(run_id, tmp_path / "registry").segments
+        assert [segment.exists() for segment in segments] == [False, True]
+    finally:
+        segments[1].unlink()
+        sleeper.wait()
+
+
 def test_registered_segments_are_removed_after_their_process_is_gone(run_id: str, tmp_path: Path) -> None:
     segment = Path("/dev/shm", f"megarl-test-{run_id}")
     segment.touch()

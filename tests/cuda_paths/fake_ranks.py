@@ -33,6 +33,7 @@ from megarl.core.platform import Platform, get_platform
 from megarl.core.types import Column, FloatArray, Shard
 from megarl.models import megatron_cpu
 from megarl.models.config import ModelConfig
+from megarl.models.hf_config import load_model_config
 from megarl.models.known_configs import FOLDER, known_config
 from megarl.placement.workload import read_model
 from megarl.recipe.algorithm import Algorithm
@@ -40,11 +41,13 @@ from megarl.recipe.layouts import role_layouts
 from megarl.recipe.load import load_recipe
 from megarl.recipe.roles import Lora, Optimizer
 from megarl.training.rank import Rank
-from megarl.training.spec import PolicyObjective, RoleSpec
+from megarl.training.spec import PolicyObjective, RoleSpec, SftObjective
 from tests.support import fake_transformer_engine
 from tests.support.large import LAYOUTS, large_model
 from tests.support.tiny import longrope, write_tiny_model
+from tests.support.vision import QWEN2_5, QWEN3, write_tiny_vision_model
 from tests.training.samples import examples, shards
+from tests.training.seeing import pictured_shards, some_pictured
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SCORES = ("critic", "reward_model")
@@ -96,6 +99,9 @@ OF_KINDS = ("full recompute", "recompute of two layers", "selective recompute", 
 FEW = 4
 ROLE = "actor"
 KINDS = ("fused", "torch")
+# Models that see images: their rotation is not of Transformer Engine's.
+SEEING = (QWEN2_5, QWEN3)
+SEEING_WAYS = ("plain", "full recompute")
 # A published model of a family that no recipe has, at a layout that cuts all it has; its first layers are enough. More: LAYOUTS.
 GLM = "zai-org/GLM-4.5-Air", Layout(tp=2, pp=2, ep=8, sequence_parallel=True, world_size=16)
 
@@ -242,6 +248,12 @@ def run_all(root: Path) -> dict[str, Any]:
             if family in KINDS_OF_LAYERS:
                 with patch.object(layer_spec, "attends_packed", lambda *_: False):
                     found[f"{family}: {TORCHS}"] = attempt(functools.partial(compare, kinds, root / family, {}, True))
+        for architecture in SEEING:
+            write_tiny_vision_model(root / architecture, architecture)
+            for way in SEEING_WAYS:
+                found[f"{architecture}: {way}"] = attempt(
+                    functools.partial(compare, kinds, root / architecture, RUNS[way], False)
+                )
     kinds[False].close()
     return found
 
@@ -268,14 +280,17 @@ def compare(kinds: dict[bool, Rank], folder: Path, settings: dict[str, Any], rea
     from megarl.models.hf_weights import layer_spec
 
     parts, columns = shards([examples([20, 33, 7, 12], 128)], 1, 2)
+    settings, vision = dict(settings), load_model_config(folder).vision
+    if vision is not None:
+        parts, columns = pictured_shards(some_pictured(vision), 1, 2), [{}]
+        settings["objective"] = SftObjective()
     norms, logprobs, specs = [], [], []
     for rank in kinds.values():
         spec = RoleSpec(
             folder,
             optimizer=Optimizer(lr=1e-3),
             total_steps=10,
-            objective=PolicyObjective(Algorithm()),
-            **{"dtype": "float32", **settings},
+            **{"dtype": "float32", "objective": PolicyObjective(Algorithm()), **settings},
         )
         rank.build(ROLE, spec)
         specs.append(layer_spec(rank.engine(ROLE)._chunks))

@@ -18,7 +18,17 @@ from megarl.models.config import ModelConfig
 from megarl.placement.devices import DEVICES
 from megarl.placement.memory import Role, role_bytes
 from megarl.placement.space import one_layout
-from tests.cuda_paths.fake_ranks import FAMILIES, KINDS_OF_LAYERS, TORCHS, WITH_EXPERTS, cases, read_in, ways
+from tests.cuda_paths.fake_ranks import (
+    FAMILIES,
+    KINDS_OF_LAYERS,
+    SEEING,
+    SEEING_WAYS,
+    TORCHS,
+    WITH_EXPERTS,
+    cases,
+    read_in,
+    ways,
+)
 from tests.support.large import TORCH_ALONE
 from tests.support.package_source import ROOT, PackageSource
 
@@ -90,6 +100,17 @@ def test_both_kinds_of_layers_compute_and_learn_the_same(family: str, found: dic
         assert second == pytest.approx(first, rel=0.05 if rounded else 1e-6), name
         if name not in BFLOAT16_EXPERTS:
             assert each["difference"] < (0.03 if rounded else 1e-5) and each["size"] > 1, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", SEEING)
+def test_both_kinds_of_layers_see_the_same(architecture: str, found: dict[str, Any]) -> None:
+    for way in SEEING_WAYS:
+        each = found["fused"]["ran"][f"{architecture}: {way}"]
+        assert each["problem"] is None, each["problem"]
+        assert each["specs"] == ["torch", "transformer_engine"]
+        assert each["norms"][1] == pytest.approx(each["norms"][0], rel=1e-6)
+        assert each["difference"] < 1e-5 and each["size"] > 1
 
 
 @pytest.mark.slow

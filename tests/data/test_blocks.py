@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.core.types import Block, Record
+from megarl.core.types import Block, Image, Record
 from megarl.data.blocks import laid, memory_of, sample_block
 from tests.data.test_owners import make_sample
 
@@ -69,3 +69,18 @@ def test_an_array_that_was_replaced_beside_its_record_is_asserted() -> None:
     assert not record.loss_mask.any() and not record.rollout_logprobs.any()
     with pytest.raises(AssertionError, match="empty prompt"):
         laid(replace(sample, prompt=replace(sample.prompt, token_ids=np.zeros(0, np.int32))))
+
+
+def test_samples_of_a_prompt_share_its_images_also_on_their_way() -> None:
+    image = bytes(100_000)
+    shown = replace(SAMPLES[0].prompt, images=(Image(b"", 4, 4),))
+    samples = [replace(laid(replace(sample, prompt=shown)), images=(image,)) for sample in SAMPLES * 4]
+    samples.append(laid(SAMPLES[1]))
+    block = sample_block(samples, np.arange(9), np.ones(9, np.float32))
+    assert block.images is not None and [len(each) for each in block.images] == [1] * 8 + [0]
+    back: Block = pickle.loads(data := pickle.dumps(block, protocol=5))
+    assert len(data) < 110_000, "the bytes go once"
+    assert back.images is not None and all(each[0] is back.images[0][0] for each in back.images[:8])
+    assert block_of_laid().images is None
+    with pytest.raises(AssertionError, match="without its prompt's images"):
+        sample_block([replace(samples[0], images=())], np.arange(1), np.ones(1, np.float32))

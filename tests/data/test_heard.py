@@ -11,10 +11,11 @@ import pytest
 
 from megarl.core.errors import UserError
 from megarl.data.chat import render
+from megarl.data.exchanges import parse_demonstration
 from megarl.data.heard import Hearing
 from megarl.data.prompts import load_prompts
 from megarl.data.rows import Row
-from megarl.data.sft import apart, parse_demonstration, tokenise
+from megarl.data.sft import apart, tokenise
 from megarl.recipe.schema import Data
 from megarl.recipe.supervised import SftData
 from tests.data.conftest import make_tokenizer

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.reduce import Reduction
-from megarl.core.types import UNKNOWN_EXPERT, Block, MicroBatch, Prompt, Sample, Shard, ShardPlan, Status
+from megarl.core.types import UNKNOWN_EXPERT, Block, Image, MicroBatch, Prompt, Sample, Shard, ShardPlan, Status
 from megarl.data.pack import (
     FILLER_INDEX,
     assemble,
@@ -99,11 +99,13 @@ def test_an_array_of_a_micro_batch_has_the_declared_type() -> None:
     (shard,) = pack([sample], **options())
     (micro,) = micro_batches(shard)
     assert micro.margins is None and micro.desirable is None, "samples are neither pairs nor labelled"
+    assert micro.images is None, "no sample has images"
     [of_pairs] = micro_batches(whole(pack_pairs([make_pair(3, 2)], **pairs_options()))[0])
     labelled = [make_labelled(1, desirable=True)]
     [of_labelled] = micro_batches(whole(pack_unpaired(labelled, num_shards=1, micro_batch_tokens=64))[0])
     micro = replace(micro, margins=of_pairs.margins, desirable=of_labelled.desirable)
-    types = {name: str(getattr(micro, name).dtype) for name in MicroBatch.__dataclass_fields__}
+    arrays = [name for name in MicroBatch.__dataclass_fields__ if name != "images"]
+    types = {name: str(getattr(micro, name).dtype) for name in arrays}
     assert types == {
         "tokens": "int64",
         "labels": "int64",
@@ -201,11 +203,28 @@ def test_no_samples_are_no_mini_batches() -> None:
 def test_demonstrations_train_the_mean_over_their_tokens() -> None:
     first = Demonstration("a", np.array([5, 6, 7]), np.array([0, 1, 1], np.uint8))
     second = Demonstration("b", np.array([8, 9]), np.array([0, 1], np.uint8))
-    (shard,) = whole(pack_sft([first, second], num_shards=1, micro_batch_tokens=8))
+    (shard,) = whole(pack_sft([first, second], [(), ()], num_shards=1, micro_batch_tokens=8))
     (micro,) = micro_batches(shard)
     assert micro.labels.tolist() == [6, 7, 0, 9, 0]
     np.testing.assert_allclose(micro.weights, np.array([1, 1, 0, 1, 0]) / 3, rtol=1e-6)
-    assert micro.rollout_logprobs.tolist() == [0] * 5
+    assert micro.rollout_logprobs.tolist() == [0] * 5 and micro.images is None
+
+
+def test_demonstrations_have_their_images_beside_them_wherever_they_are_dealt_to() -> None:
+    image = Image(b"", 8, 4)
+    rows = [
+        Demonstration(name, np.full(size, size, np.int32), np.ones(size, np.uint8), (image,) * count)
+        for name, size, count in (("a", 3, 1), ("b", 4, 0), ("c", 5, 2), ("d", 6, 1))
+    ]
+    images = [(b"a",), (), (b"c", b"C"), (b"d",)]
+    shards = whole(pack_sft(rows, images, num_shards=2, micro_batch_tokens=8))
+    found = {}
+    for micro in (micro for shard in shards for micro in micro_batches(shard)):
+        sizes = np.diff(micro.cu_seqlens).tolist()
+        found |= dict(zip(sizes, micro.images or [()] * len(sizes), strict=True))
+    assert found == {3: (b"a",), 4: (), 5: (b"c", b"C"), 6: (b"d",)}
+    with pytest.raises(AssertionError, match="row c is without its images"):
+        pack_sft(rows, [*images[:2], (b"c",), images[3]], num_shards=1, micro_batch_tokens=32)
 
 
 @st.composite
@@ -407,3 +426,19 @@ def test_labelled_answers_keep_their_labels_whatever_the_cut(rows: list[tuple[in
                 found[int(index)] = int(length) - 2, bool(label)
     assert [found[index] for index in range(len(rows))] == rows
     assert total == pytest.approx(1)
+
+
+def test_images_travel_with_their_sequences() -> None:
+    """Of a sample of several sequences with the first, which has the prompt."""
+    first, second = make_sample("a", [1, 2], [3, 4, 5, 6], [1, 0, 0, 1]), make_sample("b", [7], [8])
+    shown = replace(first.prompt, images=(Image(b"", 4, 4), Image(b"", 4, 4)))
+    first = replace(first, prompt=shown, images=(b"one", b"two"), starts=(2,))
+    (micro,) = micro_batches(pack([first, second], **options())[0])
+    assert micro.images == ((b"one", b"two"), (), ()) and len(micro.images) == len(micro.sample_index)
+    (micro,) = micro_batches(pack([second, replace(first, starts=())], **options())[0])
+    assert micro.images == ((), (b"one", b"two"))
+    shards = pack([first, second], **options(num_shards=2, micro_batch_tokens=8))
+    assert sorted((micro.images or ()) for shard in shards for micro in micro_batches(shard)) == [
+        (),
+        ((b"one", b"two"), ()),
+    ]

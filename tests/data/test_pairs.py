@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.data.exchanges import parse_demonstration
 from megarl.data.pairs import check_pairs, load_pairs
 from megarl.data.rows import Row
-from megarl.data.sft import parse_demonstration, tokenise
+from megarl.data.sft import tokenise
 from megarl.recipe.supervised import PairData, SftData
 from tests.data.conftest import CHAT_TEMPLATE, make_tokenizer
 

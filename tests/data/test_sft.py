@@ -8,6 +8,7 @@ import pytest
 
 from megarl.core.errors import UserError
 from megarl.data.chat import check_messages
+from megarl.data.exchanges import parse_demonstration
 from megarl.data.prompts import load_prompts
 from megarl.data.rows import Row, read_rows
 from megarl.data.sft import (
@@ -15,7 +16,6 @@ from megarl.data.sft import (
     apart,
     check_demonstrations,
     load_demonstrations,
-    parse_demonstration,
     tokenise,
 )
 from megarl.recipe.schema import Data

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.data.exchanges import parse_demonstration
 from megarl.data.rows import Row
-from megarl.data.sft import Demonstration, parse_demonstration, tokenise
+from megarl.data.sft import Demonstration, tokenise
 from megarl.data.supervised import demonstrations_of
 from megarl.data.unpaired import Unpaired, check_unpaired, load_unpaired, mismatched
 from megarl.recipe.supervised import SftData, UnpairedData

@@ -18,7 +18,7 @@ from tests.support.slurm_cluster import GPUS, SlurmCluster, slurm_cluster
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
 JOB_S = 240.0
-OURS = ("-m megarl", "raylet", "gcs_server", "ray::", "ray.scripts", "sglang")
+OURS = ("-m megarl", "raylet", "gcs_server", "ray::", "ray_start", "sglang")
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ from tests.models.parity import LENGTHS, megatron_logits, packed_on, packed_toke
 from tests.support.platforms import chosen
 from tests.support.tiny import CONFIGS, GEMMA4_EXPERTS, LLAMA3, longrope, write_tiny_model
 from tests.support.tolerances import Tolerance, tolerance
+from tests.support.vision import write_tiny_vision_model
 
 PLATFORM = chosen()
 WITH_TRANSFORMER_ENGINE = replace(PLATFORM, has_transformer_engine=True)
@@ -379,6 +380,16 @@ def test_neighbours_are_rotated_by_no_kernel_of_transformer_engine(
         settings = {"dtype": torch.bfloat16, "platform": WITH_TRANSFORMER_ENGINE}
         made = transformer_config(replace(config, interleaved_rope=interleaved), ONE, **settings)
         assert made.rotary_interleaved == interleaved != made.apply_rope_fusion
+
+
+def test_tokens_with_positions_of_their_own_are_rotated_by_no_kernel_of_transformer_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", print)
+    config = load_model_config(write_tiny_vision_model(tmp_path / "model"))
+    settings = {"dtype": torch.bfloat16, "platform": WITH_TRANSFORMER_ENGINE}
+    for seeing in (config, replace(config, vision=None)):
+        assert transformer_config(seeing, ONE, **settings).apply_rope_fusion == (seeing.vision is None)
 
 
 def test_the_loss_is_not_rescaled_and_nothing_is_dropped(tmp_path: Path) -> None:

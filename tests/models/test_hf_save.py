@@ -219,7 +219,7 @@ def test_a_write_that_the_disk_refuses_leaves_nothing(source: Path, tmp_path: Pa
 def test_a_disk_that_fills_behind_the_weights_leaves_nothing(
     last: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*_: object) -> None:
+    def refused(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(f"megarl.models.hf_save.{last}", refused)

@@ -14,7 +14,7 @@ from megarl.models.gpt import build_gpt
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_weights import load_hf_weights
 from megarl.models.layer_spec import LatentSelfAttention
-from megarl.models.packed import on_host, packed_params
+from megarl.models.packed import on_device, on_host, packed_params
 from megarl.training.parallel import Groups
 from tests.models.parity import packed_on
 from tests.support.platforms import chosen
@@ -50,6 +50,10 @@ def test_where_the_host_knows_the_bounds_all_of_them_are_its() -> None:
         assert (host.max_seqlen_q, host.qkv_format) == (8, "thd") and params.cu_seqlens_q is device
         assert host.cu_seqlens_q is host.cu_seqlens_kv is known
         assert host.cu_seqlens_q_padded is host.cu_seqlens_kv_padded is (known if cp > 1 else None)
+        again = on_device(host)
+        assert again.cu_seqlens_q is again.cu_seqlens_kv is device
+        assert again.cu_seqlens_q_padded is again.cu_seqlens_kv_padded is (device if cp > 1 else None)
+        assert on_device(params) is params
     unknown = packed_params(known)
     assert on_host(unknown) is unknown
 

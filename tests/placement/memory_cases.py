@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megarl.core.layout import Layout
-from megarl.core.types import MicroBatch, MiniBatch, Shard
+from megarl.core.types import Column, MicroBatch, MiniBatch, Shard
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import parse_model_config
 from megarl.placement.devices import DEVICES
@@ -28,6 +28,7 @@ from tests.training.samples import examples, shards
 
 ROLE = "measured"
 SEQUENCES = 2  # of a micro-batch, all as long
+FEW = 16  # tokens of each before it counts
 COMMON: dict[str, Any] = {
     "num_hidden_layers": 4,
     "hidden_size": 128,
@@ -197,7 +198,10 @@ def folder_of(case: Case, root: Path) -> Path:
 
 
 def measure(rank: Rank, case: Case, root: Path) -> Measured:
-    """Run the role on this rank, as in a step: the second pass counts, when the optimizer has its state. Collective."""
+    """Run the role on this rank, as in a step: the second pass counts, when the optimizer has its state. Collective.
+
+    The first is over few tokens.
+    """
     config = config_of(case, root)
     trained = case.use != "score"
     spec = RoleSpec(
@@ -214,25 +218,30 @@ def measure(rank: Rank, case: Case, root: Path) -> Measured:
         load_weights=False,
         head="vocabulary" if case.head else "score",
     )
-    lengths = [case.tokens // SEQUENCES] * (SEQUENCES * case.micro_batches * case.layout.dp)
-    parts, columns = shards([examples(lengths, config.vocab_size)], case.layout.dp, case.micro_batches)
-    parts = [Shard(tuple(_dealt(mini, config) for mini in part.mini_batches)) for part in parts]
     with LiveBytes() as live:
         rank.build(ROLE, spec)
         engine = rank.engine(ROLE)
-        mine = engine.groups.place.dp
-        given = columns[mine]
-        if not case.head:
-            given = {"values": given["advantages"], "returns": given["old_logprobs"]}
         _fill(engine)
-        for _ in range(2):
+        for tokens in (FEW * SEQUENCES, case.tokens):
+            part, given = _given(replace(case, tokens=tokens), config, engine.groups.place.dp)
             live.reset()
             if trained:
-                rank.update(ROLE, parts[mine], given)
+                rank.update(ROLE, part, given)
             if case.use != "train":
-                (rank.logprobs if case.head else rank.values)(ROLE, parts[mine])
+                (rank.logprobs if case.head else rank.values)(ROLE, part)
         held = engine._offload.device_bytes()
         return Measured(held["params"], held["grads"], held["optimizer"], live.peak)
+
+
+def _given(case: Case, config: ModelConfig, dp: int) -> tuple[Shard, dict[str, Column]]:
+    """What a data-parallel rank learns from."""
+    lengths = [case.tokens // SEQUENCES] * (SEQUENCES * case.micro_batches * case.layout.dp)
+    made = examples(lengths, config.vocab_size, taught=False)
+    parts, columns = shards([made], case.layout.dp, case.micro_batches)
+    given = columns[dp]
+    if not case.head:
+        given = {"values": given["advantages"], "returns": given["old_logprobs"]}
+    return Shard(tuple(_dealt(mini, config) for mini in parts[dp].mini_batches)), given
 
 
 def _dealt(mini: MiniBatch, config: ModelConfig) -> MiniBatch:

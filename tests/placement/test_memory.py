@@ -12,6 +12,7 @@ from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
 from megarl.core.types import MiniBatches
 from megarl.models.config import Mla, Moe
+from megarl.models.vision import Vision
 from megarl.placement.activations import Counting
 from megarl.placement.cluster import make_cluster
 from megarl.placement.devices import DEVICES, Kernels
@@ -293,3 +294,15 @@ def test_predictions_hold_against_the_engine(tmp_path: Path) -> None:
             assert said.state[0] == pytest.approx(found.state, rel=0.01), case
             assert said.state[0] + said.working[0] == pytest.approx(found.peak, rel=0.05), case
             assert said.working[0] == pytest.approx(found.peak - found.state, rel=0.1), case
+
+
+def test_a_vision_tower_is_whole_on_every_tensor_parallel_rank_and_frozen() -> None:
+    """Its weights alone: neither gradients nor moments."""
+    seeing = replace(PLAIN, vision=Vision(1, 2, 3, 28, 3136, 12845056, (16, 24, 24), tower_elements=10**9))
+    for layout in (Layout(), Layout(tp=2, world_size=2)):
+        choice = one_layout(layout, TOKENS)
+        for role in (ACTOR, FROZEN):
+            text, whole = (role_bytes(config, choice, 2, role) for config in (PLAIN, seeing))
+            assert whole.weights[0] - text.weights[0] == 2 * 10**9
+            for name in vars(text).keys() - {"weights"}:
+                assert getattr(whole, name)[0] == getattr(text, name)[0], name

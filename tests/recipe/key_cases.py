@@ -128,6 +128,8 @@ TRAIN: dict[str, Sequence[str]] = {
             "train": [f"{ROOT}/prompts2.jsonl"],
             "eval": [f"{ROOT}/prompts2.jsonl"],
             "answer_key": ["gold"],
+            "images_key": ["pictures"],
+            "max_image_pixels": ["10000"],
             "max_prompt_tokens": ["32"],
             "over_length": ["error"],
             "final_answer": ["true"],
@@ -364,6 +366,7 @@ SFT: dict[str, Sequence[str]] = {
     **_ROWS,
     **_under("data", {"train": [f"{ROOT}/demonstrations2.jsonl"], "eval": [f"{ROOT}/demonstrations2.jsonl"]}),
     **_under("data", {"response_key": ["reply"], "messages_key": ["chat"]}),
+    **_under("data", {"images_key": ["pictures"], "max_image_pixels": ["10000"]}),
     "actor.micro_batch_tokens": ["72"],
     "sft.loss": ["dft"],
 }
@@ -641,9 +644,14 @@ SWEEPS: dict[str, Sequence[str]] = {
 }
 
 # Keys that no configuration accepts another value of, and why they are there all the same.
+_SEEN = dict.fromkeys(
+    ("data.images_key", "data.max_image_pixels"),
+    "models of these runs see no images, which is refused: see tests/models/test_recipe_vision.py",
+)
 _OF_TRAIN = "a section that runs of `megarl train` have too: the key is refused with that reason"
 NEVER: dict[str, dict[str, str]] = {
     "train": {
+        **_SEEN,
         "data.over_length": "error refuses a run whose rows are too long, as the world's are: that is its effect",
         **dict.fromkeys(
             ("rollout.top_p", "rollout.top_k"),
@@ -668,7 +676,10 @@ NEVER: dict[str, dict[str, str]] = {
             **own,
         }
         for command, own in (
-            ("sft", {"train.keep_best.metric": "demonstrations have one, sft/eval_loss, and no other to choose"}),
+            (
+                "sft",
+                {**_SEEN, "train.keep_best.metric": "demonstrations have one, sft/eval_loss, and no other to choose"},
+            ),
             ("rm", {}),
         )
     },

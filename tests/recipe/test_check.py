@@ -127,6 +127,7 @@ UNREAD = [
     (["data.eval=held_out.jsonl", "data.eval_config=main"], ["data.eval=own/rows"]),
     (["train.keep_best.metric=eval/accuracy"], ["data.eval=held_out.jsonl", "eval.every=2", "train.save_every=2"]),
     (["actor.lora.rank=4", "actor.optimizer.freeze_router=true"], ["actor.lora=null"]),
+    (["data.images_key=null", "data.max_image_pixels=90000"], ["data.images_key=images"]),
     (["data.mix_key=source"], ["data.mix={math: 3, code: 1}"]),
     (["eval.before=false"], ["data.eval=held_out.jsonl"]),
     (["eval.every=5"], ["data.eval=held_out.jsonl"]),
@@ -281,6 +282,13 @@ def test_pools_are_given_or_searched_for(recipe_file: Path) -> None:
     assert load_recipe(recipe_file, [pools])
     with pytest.raises(UserError, match=r"placement\.pools.*placement\.name decides it"):
         load_recipe(recipe_file, [pools, "placement.name=auto"])
+
+
+def test_without_a_field_of_images_demonstrations_have_none_to_bound(sft_file: Path) -> None:
+    given = ["data.images_key=null", "data.max_image_pixels=90000"]
+    with pytest.raises(UserError, match=r"`data.max_image_pixels` .* is read by nothing.*data.images_key is null"):
+        load_recipe(sft_file, given, SftRecipe)
+    assert load_recipe(sft_file, given[1:], SftRecipe)
 
 
 def test_a_supervised_run_has_nothing_to_place(sft_file: Path, recipe_file: Path) -> None:

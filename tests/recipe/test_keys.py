@@ -9,7 +9,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,8 +19,10 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from megarl.core.errors import UserError
+from megarl.recipe import source
 from megarl.recipe.explain import ANY_NAME, Schema
 from megarl.recipe.load import KINDS, _read, load_recipe
+from megarl.run import journal
 from megarl.run.preflight import preflight
 from tests.recipe.key_cases import CONTEXTS, NEVER, SWEEPS, VALUES, WITHOUT_EFFECT
 from tests.support.dry import driver
@@ -109,6 +113,10 @@ def runs_in(root: Path) -> Iterator[Runs]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADER_KEY", "secret")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        # The same for every run: the recipes in the world, and what is installed.
+        read = cache(source._read_file)
+        patch.setattr(source, "_read_file", lambda *where: deepcopy(read(*where)))
+        patch.setattr(journal, "installed", cache(journal.installed))
         yield Runs(root, engines)
     engines.close()
 

@@ -464,6 +464,7 @@ def test_graders_of_a_run_that_goes_on_were_there_before(
 
     monkeypatch.setattr(Graders, "open", opened)
     monkeypatch.setattr(collector_module, "load_tokenizer", lambda *_: None)
+    monkeypatch.setattr(collector_module, "load_model_config", lambda _: PLAIN)
     monkeypatch.setattr(collector_module, "load_prompts", lambda *_, **__: PromptSet((make_prompt("p0"),), 0))
     if left is not None:
         (recipe.run.folder / left).parent.mkdir(parents=True)

@@ -17,6 +17,7 @@ from megarl.core.ports import free_port
 from megarl.core.types import VersionSpan
 from megarl.serving.answers import AnswerError
 from megarl.serving.client import ATTEMPTS, ServerClient, ServerEndpoint, ServerError, ServerUnreachableError
+from megarl.serving.images import SentImages
 from megarl.serving.sampling import Sampling
 from tests.support.fake_sglang import KEY, FakeSglang, generation
 
@@ -323,3 +324,49 @@ def test_whoever_wants_no_request_any_more_does_not_wait_for_a_server(lost: str)
 
     assert talk(call, prepare)[0] == "gave up"
     assert next(asked, None) is None, "after the third try"
+
+
+PROMPT = np.array([5, 7, 7, 7, 6, 9, 5, 7, 6], np.int32)  # an image of three squares, and one of one
+SENT = SentImages((b"one", b"two"), 7)
+
+
+def test_images_go_beside_tokens_of_which_one_stands_for_each() -> None:
+    result, fake = talk(
+        lambda client: client.generate(PROMPT, Sampling(16), images=SENT), lambda fake: set_prompt_tokens(fake, 9)
+    )
+    assert result.prompt_tokens == 9
+    [body] = fake.bodies("/generate")
+    assert body["input_ids"] == [5, 7, 6, 9, 5, 7, 6]
+    assert body["image_data"] == ["data:image/png;base64,b25l", "data:image/png;base64,dHdv"]
+    _, fake = talk(lambda client: client.generate(PROMPT, Sampling(16)))
+    assert fake.bodies("/generate")[0].keys() == body.keys() - {"image_data"}
+
+
+@pytest.mark.parametrize("read", [7, 8, 10])
+def test_a_server_that_makes_other_numbers_of_tokens_of_images_is_told_of(read: int) -> None:
+    """More than were sent are wrong as well: the trainer would train on other tokens than the server has seen."""
+    says = (
+        rf"/generate answered to {read} tokens, and was asked with 9, those of 2 images among them.*AVOID_RETOKENIZE=1"
+    )
+    with pytest.raises(AnswerError, match=says):
+        talk(
+            lambda client: client.generate(PROMPT, Sampling(16), images=SENT),
+            lambda fake: set_prompt_tokens(fake, read),
+        )
+
+
+def test_a_cache_of_its_own_is_one_images_own_too() -> None:
+    async def keys(client: ServerClient) -> None:
+        for images in (SENT, SentImages((b"one", b"three"), 7), SENT, None):
+            await client.generate(PROMPT, Sampling(16, alone=True), images=images)
+
+    _, fake = talk(keys, lambda fake: set_prompt_tokens(fake, 9))
+    first, second, third, without = (body["extra_key"] for body in fake.bodies("/generate"))
+    assert first == third and len({first, second, without}) == 3
+
+
+def set_prompt_tokens(fake: FakeSglang, count: int) -> None:
+    """What the server says of how many tokens it made of the prompt."""
+    answer = generation([5, 6, 2])
+    answer["meta_info"]["prompt_tokens"] = count
+    fake.answer = lambda _: answer

@@ -196,6 +196,16 @@ def test_stop_removes_shared_memory_that_a_process_left_before_anybody_looked(ma
     assert not segment.exists()
 
 
+def test_stop_removes_what_a_process_had_on_its_way_to_another(make: Make) -> None:
+    process = make()
+    process.start()
+    process.wait_ready(20)
+    segment = Path("/dev/shm") / f"sgl_shm_mm_{process.pid}_{secrets.token_hex(4)}"
+    segment.touch()
+    process.stop()
+    assert not segment.exists()
+
+
 def test_stop_removes_semaphores_which_the_kernel_lists_under_another_name(make: Make) -> None:
     """The C library makes a semaphore under a passing name, which is what a process's memory map goes on to show."""
     process = make("semaphore")

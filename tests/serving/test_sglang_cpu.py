@@ -13,6 +13,7 @@ import torch
 
 from megarl.core.stand_in import StandInModule
 from megarl.serving import sglang_cpu, sglang_cpu_kernels
+from megarl.serving.sglang_cpu_images import ImagesProcessor
 
 
 def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +106,11 @@ def test_seeded_numbers_are_murmur_hashes_of_seed_position_and_column() -> None:
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
         for column in range(100):
             assert int(found[row, column]) == murmur([seed % 2**32, seed >> 32, position, column])
+
+
+def test_what_shows_more_than_images_is_refused_by_its_name() -> None:
+    with pytest.raises(NotImplementedError, match="there are no videos, and --mm-preprocess-cache-size-mb is over 0"):
+        ImagesProcessor(None, None)(text="", images=[])
 
 
 def test_a_kernel_without_a_stand_in_says_its_name_when_called() -> None:

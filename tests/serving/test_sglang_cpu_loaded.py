@@ -13,9 +13,21 @@ import pytest
 from megarl.core.platform import get_platform
 
 # In processes of their own: SGLang's modules stay where they were imported.
-OF_SERVERS = ("norms", "linears", "names", "penalties", "scales", "sampler", "attention", "ranks", "kv_scales", "nccl")
+OF_SERVERS = (
+    "norms",
+    "linears",
+    "names",
+    "penalties",
+    "scales",
+    "sampler",
+    "attention",
+    "ranks",
+    "kv_scales",
+    "nccl",
+    "images",
+)
 MODULES = [f"tests.serving.sglang_{name}" for name in OF_SERVERS]
-NORMS, LINEARS, NAMES, PENALTIES, SCALES, SAMPLER, ATTENTION, RANKS, KV_SCALES, NCCL = MODULES
+NORMS, LINEARS, NAMES, PENALTIES, SCALES, SAMPLER, ATTENTION, RANKS, KV_SCALES, NCCL, IMAGES = MODULES
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +68,10 @@ def test_products_are_those_of_the_weights_last_loaded(found: dict[str, Any]) ->
 def test_ranks_of_a_server_on_cpus_look_for_no_nccl(found: dict[str, Any]) -> None:
     """A build of torch for CUDA has one, with which a server of several ranks would end as it starts."""
     assert found[NCCL] == ""
+
+
+def test_a_server_of_a_model_that_sees_loads_nothing_of_other_models_images(found: dict[str, Any]) -> None:
+    assert found[IMAGES] == ""
 
 
 def test_shared_memory_of_a_server_is_named_as_who_starts_it_expects(found: dict[str, Any]) -> None:

@@ -53,6 +53,8 @@ ONE_SERVER = ("tests/serving/test_server.py", "tests/serving/test_interrupted.py
 COPIED = (
     "tests/sync/test_hashes.py",
     "tests/sync/test_adapters.py",
+    "tests/sync/test_images.py",
+    "tests/serving/test_images.py",
     "tests/end_to_end/test_external.py",
     "tests/end_to_end/test_teacher.py",
 )

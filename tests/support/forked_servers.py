@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.platform import Platform, get_platform
+from megarl.models.multimodal import MULTIMODALS
 from megarl.serving import server_models
 from megarl.serving.guarded import PR_SET_PDEATHSIG
 from megarl.serving.process import Command
@@ -126,7 +127,8 @@ def unused_models() -> tuple[str, ...]:
 
     on_cuda = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # which no server on a CPU has
     served = [family for family in CONFIGS if family not in on_cuda]
-    names = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[tiny_config(family).model_type] for family in served]
+    names = [name for name, each in MULTIMODALS.items() if each.sees]
+    names += [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[tiny_config(family).model_type] for family in served]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({"architectures": names}))
         return server_models.unused_models(Path(folder))
@@ -152,6 +154,8 @@ def serve(words: list[str], env: dict[str, str], log: str, secret: str) -> None:
     tempfile.tempdir = None  # where it was asked for before
     if sglang_cpu.LORA in words:
         sglang_cpu._forget_pinning()
+    if sglang_cpu.IMAGES in words:
+        sglang_cpu.load_images()
     run_sglang_server(words, Secret(secret))
 
 

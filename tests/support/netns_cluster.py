@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.core.ray_env import HEALTH_CHECKS
+from megarl.launch.node import RAY_START
 
 ROOT = Path(__file__).parents[2]
 RAY_PORT = 6379
@@ -141,7 +142,7 @@ class Nodes:
         node = self.nodes[index]
         where = ["--head", f"--port={RAY_PORT}"] if index == 0 else [f"--address={self.ray_address}"]
         argv = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+            *(sys.executable, "-m", RAY_START, "start", "--block", "--disable-usage-stats"),
             *("--no-monitor", "--include-log-monitor=false"),
             *where,
             f"--node-ip-address={node.address}",

@@ -50,15 +50,16 @@ class LocalRollout:
         player: Player | None = None,
         replay: Path | None = None,
         teacher: ServerEndpoint | None = None,
+        image_token: int | None = None,
     ) -> None:
-        """teacher: where the recipe's teacher is served."""
+        """teacher: where the recipe's teacher is served. image_token: of prompts that have images."""
         self.recipe, self._model, self._num_shards, self._beside = recipe, model, num_shards, beside
 
         self._replay = replay
 
         def collector() -> Collector | ReplayCollector:
             if replay is not None:
-                return ReplayCollector(replay, prompts, columns=served_columns(recipe))
+                return ReplayCollector(replay, prompts, columns=served_columns(recipe), image_token=image_token)
             return Collector(
                 recipe,
                 prompts=prompts,
@@ -71,6 +72,7 @@ class LocalRollout:
                 teacher=None
                 if teacher is None
                 else ServedTeacher([ServerClient(teacher)], served_columns(recipe), 128, print),
+                image_token=image_token,
             )
 
         self._collector = collector

@@ -47,7 +47,8 @@ def become(kind: str) -> None:
     sglang_cpu.install()
     for module in ("server_args", "configs.model_config", "arg_groups.expert_pack_hook"):
         importlib.import_module(f"sglang.srt.{module}")
-    importlib.import_module(ENGINE)
+    engine: Any = importlib.import_module(ENGINE)
+    engine.assert_pkg_version = lambda *_: None  # of FlashInfer, which Qwen3-VL's decode steps take
     common: Any = importlib.import_module("sglang.srt.utils.common")
     importlib.import_module("sglang.srt.runtime_context").override_platform(
         **facts, **dict.fromkeys(OF_KIND[kind], True)

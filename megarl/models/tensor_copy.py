@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from io import BufferedIOBase, FileIO, RawIOBase
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -26,9 +26,14 @@ PIECE_BYTES = 8 * 2**20
 Wrote = Callable[[int], object]  # told how many bytes more
 
 
-def write_tensors(path: Path, tensors: Mapping[str, TensorInfo], wrote: Wrote) -> None:
-    """A new file of these tensors, in their order. Raises UserError where a source cannot be read whole."""
-    entries, offset = {}, 0
+def write_tensors(
+    path: Path, tensors: Mapping[str, TensorInfo], wrote: Wrote = lambda _: None
+) -> dict[str, dict[str, Any]]:
+    """A new file of these tensors, in their order; returns what its header says of each.
+
+    Raises UserError where a source cannot be read whole.
+    """
+    entries, offset = dict[str, dict[str, Any]](), 0
     for name, info in tensors.items():
         end = offset + content_bytes(info)
         entries[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [offset, end]}
@@ -43,6 +48,7 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorInfo], wrote: Wrote) -
                 else:
                     write_all(out, _columns(source, info, info.columns))
                     wrote(content_bytes(info))
+    return entries
 
 
 def write_replaced(source: Path, path: Path, replaced: Mapping[str, Sequence[TensorInfo]], wrote: Wrote) -> None:

@@ -1,0 +1,107 @@
+"""A multimodal model's vision tower, as transformers has it: frozen, in front of Megatron's model, and no part of it.
+
+It turns an image that has been fitted (vision.py) into features. Those of one image do not depend on others: each goes alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from megarl.core.errors import UserError
+from megarl.core.json_file import read_object
+from megarl.models.hf_files import AGAIN, some, tower_index
+from megarl.models.hf_read import HfReader
+
+# Of a config.json's model_type: where transformers has the tower, and what it is called there.
+TOWERS = {
+    "qwen2_5_vl": ("qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"),
+    "qwen3_vl": ("qwen3_vl.modeling_qwen3_vl", "Qwen3VLVisionModel"),
+}
+PROCESSOR = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+PREFIX = "visual."  # of the tower's names in a folder, behind what else may stand in front
+KEPT_BYTES = 2**29
+
+
+class Tower:
+    """Makes features of images. The last ones are kept: samples of a group have the same image."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str, kept_bytes: int = KEPT_BYTES) -> None:
+        """Build it on the device, with the weights of an HF folder. Raises UserError where these are not the config's."""
+        self.module = _load(folder, dtype, device)
+        self._process = importlib.import_module(PROCESSOR).Qwen2VLImageProcessorPil.from_pretrained(folder)
+        self._dtype, self._device, self._kept_bytes = dtype, device, kept_bytes
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+
+    def features(self, png: bytes) -> Tensor:
+        """[1 + deepstack, squares, hidden] of an image, row by row: for the embedding's place, and for the first layers.
+
+        png: of a size that is the model's.
+        """
+        key = hashlib.blake2b(png, digest_size=16).digest()
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        self._kept[key] = found = self._see(png)
+        while sum(each.nbytes for each in self._kept.values()) > self._kept_bytes and len(self._kept) > 1:
+            self._kept.popitem(last=False)
+        return found
+
+    def forget(self) -> None:
+        """Let go of the features that are kept."""
+        self._kept.clear()
+
+    @torch.no_grad()
+    def _see(self, png: bytes) -> Tensor:
+        from PIL import Image
+
+        with Image.open(io.BytesIO(png)) as image:
+            patches = self._process(images=[image], do_resize=False, return_tensors="pt")
+        pixels = patches["pixel_values"].to(self._device, self._dtype)
+        output = self.module(pixels, grid_thw=patches["image_grid_thw"].to(self._device))
+        return torch.stack([output.pooler_output, *getattr(output, "deepstack_features", ())])
+
+
+def _load(folder: Path, dtype: torch.dtype, device: str) -> Module:
+    from transformers import CONFIG_MAPPING
+    from transformers.initialization import no_init_weights
+
+    raw = read_object(folder / "config.json", AGAIN)
+    module, name = TOWERS[raw["model_type"]]
+    config = CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw)).vision_config
+    make: Any = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+    with no_init_weights(), torch.device(device):
+        tower: Module = make._from_config(config, dtype=dtype, attn_implementation="sdpa")
+    _fill(tower, folder)
+    return tower.eval().requires_grad_(False)
+
+
+def _fill(tower: Module, folder: Path) -> None:
+    index = tower_index(folder)
+    names = {name.partition(PREFIX)[2]: name for name in index}
+    expected = dict(tower.named_parameters())
+    wrong = {
+        "missing": sorted(expected.keys() - names.keys()),
+        "not in the config": sorted(names[name] for name in names.keys() - expected.keys()),
+        "of another shape": [
+            f"{names[name]} is {list(index[names[name]].shape)}, the config says {list(parameter.shape)}"
+            for name, parameter in expected.items()
+            if name in names and index[names[name]].shape != tuple(parameter.shape)
+        ],
+    }
+    if any(wrong.values()):
+        said = "; ".join(f"{kind}: {some(what)}" for kind, what in wrong.items() if what)
+        raise UserError(f"The vision tower's weights in {folder} do not match its config.json. {said}. {AGAIN}")
+    with HfReader(index, check_finite=True) as reader, torch.no_grad():
+        for name, parameter in expected.items():
+            reader.read(names[name], slice(0, parameter.shape[0]), None, parameter)
+        if not_finite := reader.finish():
+            raise UserError(f"Weights in {folder} are NaN or infinite: {some(not_finite)}. {AGAIN}")

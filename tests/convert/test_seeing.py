@@ -1,0 +1,55 @@
+"""Conversions of a multimodal folder whose text part is trained: what is not of it comes through as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megarl.convert import convert
+from megarl.convert.inspection import inspect
+from megarl.training.manifest import HF_FOLDER, TOWER, read_manifest
+from tests.convert.forked import Conversions
+from tests.support.forked_ranks import Ranks
+from tests.support.multimodal import in_newer_names
+from tests.support.vision import QWEN2_5, QWEN3, Architecture, write_tiny_vision_model
+
+
+@pytest.fixture
+def forked(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conversions:
+    folder = tmp_path / "forked"
+    folder.mkdir()
+    conversions = Conversions(ranks, folder, "tests.convert.seeing_forked")
+    monkeypatch.setattr(convert, "run_ranks", conversions.run_ranks)
+    return conversions
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize(("architecture", "newer"), [(QWEN2_5, False), (QWEN2_5, True), (QWEN3, True)])
+def test_there_and_back_to_the_bit(
+    architecture: Architecture, newer: bool, forked: Conversions, tmp_path: Path
+) -> None:
+    source = write_tiny_vision_model(tmp_path / "source", architecture, published=not newer)
+    if newer:
+        in_newer_names(source)
+    done = forked.hf_to_mcore(source, tmp_path / "mcore", verify=True, tp=2)
+    assert done.num_verified > 20 and done.differences == ()
+    manifest = read_manifest(tmp_path / "mcore")
+    assert f"{HF_FOLDER}/{TOWER}" in manifest.files and f"{HF_FOLDER}/preprocessor_config.json" in manifest.files
+    again = forked.reshard(tmp_path / "mcore", tmp_path / "other", pp=2)
+    assert again.differences == ()
+    back = forked.mcore_to_hf(tmp_path / "other", tmp_path / "back", verify=True)
+    assert back.num_verified == done.num_verified and back.differences == ()
+    expected, found = stored(source), stored(tmp_path / "back")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert [inspect(tmp_path / name).damage for name in ("source", "mcore", "other", "back")] == [[]] * 4
+    for name in ("config.json", "preprocessor_config.json"):
+        assert json.loads((tmp_path / "back" / name).read_text()) == json.loads((source / name).read_text())

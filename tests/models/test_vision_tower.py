@@ -1,0 +1,78 @@
+"""The tower's features: transformers' own, once an image, and only of a folder that has all of it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from megarl.core.errors import UserError
+from megarl.models.hf_config import load_model_config
+from megarl.models.vision_tower import Tower
+from tests.support.tolerances import Tolerance
+from tests.support.vision import QWEN2_5, QWEN3, SQUARE, Architecture, png, write_tiny_vision_model
+
+
+@pytest.mark.parametrize("architecture", [QWEN2_5, QWEN3])
+def test_features_are_those_of_the_whole_model(
+    architecture: Architecture, tmp_path: Path, device: str, bounds: Tolerance
+) -> None:
+    """Of an image alone, whatever stands beside it there."""
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    folder, side = write_tiny_vision_model(tmp_path / "model", architecture), SQUARE[architecture]
+    pngs = [png(3 * side, 2 * side, 1), png(2 * side, 4 * side, 2)]
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    pictures = Qwen2VLImageProcessorPil.from_pretrained(folder)(
+        images=[Image.open(io.BytesIO(each)) for each in pngs], return_tensors="pt"
+    )
+    with torch.no_grad():
+        expected = model.model.get_image_features(pictures["pixel_values"], pictures["image_grid_thw"])
+    tower = Tower(folder, torch.float32, device)
+    found = torch.cat([tower.features(each).cpu() for each in pngs], dim=1)
+    levels = [torch.cat(list(expected.pooler_output)), *(getattr(expected, "deepstack_features", None) or [])]
+    assert found.shape == (len(levels), 6 + 8, 64)
+    for one, other in zip(found, levels, strict=True):
+        assert (one - other).abs().max() < bounds.logprob * other.abs().max()
+    assert not any(parameter.requires_grad for parameter in tower.module.parameters())
+    vision = load_model_config(folder).vision
+    assert vision is not None
+    assert vision.tower_elements == sum(parameter.numel() for parameter in tower.module.parameters())
+
+
+def test_the_last_images_are_kept_up_to_a_bound(tmp_path: Path, device: str) -> None:
+    folder = write_tiny_vision_model(tmp_path / "model")
+    pngs = [png(56, 56, seed) for seed in range(3)]
+    tower = Tower(folder, torch.float32, device, kept_bytes=2 * 4 * 64 * 4)  # of two images
+    first = tower.features(pngs[0])
+    assert tower.features(bytes(bytearray(pngs[0]))) is first, "by what it is, not by where it lies"
+    tower.features(pngs[1])
+    assert tower.features(pngs[0]) is first
+    tower.features(pngs[2])
+    assert tower.features(pngs[0]) is first
+    tower.forget()
+    again = tower.features(pngs[0])
+    assert again is not first and torch.equal(again, first)
+
+
+def test_a_tower_that_is_not_the_configs_is_refused(tmp_path: Path, device: str) -> None:
+    folder = write_tiny_vision_model(tmp_path / "model")
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+    changes = {
+        "missing: merger.ln_q.weight": {"visual.merger.ln_q.weight": None},
+        "not in the config: visual.more": {"visual.more": torch.zeros(2)},
+        r"of another shape: visual.merger.ln_q.weight is \[3\], the config says \[32\]": {
+            "visual.merger.ln_q.weight": torch.zeros(3)
+        },
+        "NaN or infinite: visual.merger.ln_q.weight": {"visual.merger.ln_q.weight": torch.full((32,), torch.nan)},
+    }
+    for said, change in changes.items():
+        save_file({name: tensor for name, tensor in {**whole, **change}.items() if tensor is not None}, path)
+        with pytest.raises(UserError, match=said):
+            Tower(folder, torch.float32, device)

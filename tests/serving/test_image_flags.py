@@ -1,0 +1,119 @@
+"""What servers of models that see images are told: by the model's folder alone, and as SGLang takes it on a node of 8 H100."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.core.platform import get_platform
+from megarl.serving.server import ServerSpec
+from megarl.serving.server_models import IMAGE_ENV, IMAGE_FLAGS, KEPT_WEIGHTS, VARIABLE, max_positions, unused_models
+from tests.serving.test_cuda_flags import SLEEPS, settled
+from tests.support.vision import QWEN2_5, QWEN3
+
+CUDA, CPU = get_platform("cuda"), get_platform("cpu")
+# Config class, and the sizes of Qwen2.5-VL-7B and Qwen3-VL-8B where they are not transformers' own.
+LARGE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    QWEN2_5: (
+        "Qwen2_5_VLConfig",
+        {
+            **{"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
+            **{"num_key_value_heads": 4, "max_position_embeddings": 128000, "use_sliding_window": False},
+            "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
+        },
+        {"hidden_size": 1280, "out_hidden_size": 3584},
+    ),
+    QWEN3: (
+        "Qwen3VLConfig",
+        {
+            **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+            **{"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144},
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_interleaved": True,
+                "mrope_section": [24, 20, 20],
+                "rope_theta": 5e6,
+            },
+        },
+        {"out_hidden_size": 4096},
+    ),
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "apart": {},
+    "asleep at times": SLEEPS,
+    "cut": {"tp": 4, "kv_tokens": 65536},
+    "with a user's own": {"extra": ("--mm-preprocess-cache-size-mb", "64")},
+}
+
+
+def folder(tmp_path: Path, **config: object) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("architecture", [QWEN2_5, QWEN3])
+def test_a_server_is_told_of_images_where_its_model_sees(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ServerSpec(folder(tmp_path, architectures=[architecture]), "float32")
+    words = spec.words(CPU, "127.0.0.1", 1)
+    assert " ".join(IMAGE_FLAGS) in " ".join(words)
+    own = replace(spec, extra=("--image-processor-backend", "torchvision")).words(CPU, "127.0.0.1", 1)
+    assert own.index("torchvision") > own.index("pil")  # of a flag that comes twice the last counts
+    assert spec.env().items() >= IMAGE_ENV.items()
+    monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", "2048")
+    assert spec.env()["SGLANG_VLM_CACHE_SIZE_MB"] == "2048"
+    used = {"qwen2_5_vl", "qwen3_vl"} - set(unused_models(spec.model))
+    assert len(used) == 1 and not used.intersection(spec.env()[VARIABLE].split(","))
+
+
+def test_a_server_of_a_model_that_does_not_see_hears_nothing_of_images(tmp_path: Path) -> None:
+    for architecture in ("Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration"):
+        spec = ServerSpec(folder(tmp_path, architectures=[architecture]), "float32", offloaded=True)
+        for platform in (CPU, CUDA):
+            flags = {word for word in (*IMAGE_FLAGS, KEPT_WEIGHTS) if word.startswith("--")}
+            assert not flags.intersection(spec.words(platform, "127.0.0.1", 1))
+        assert not IMAGE_ENV.keys() & spec.env().keys()
+
+
+def test_a_tower_is_kept_where_the_memory_of_weights_is_given_back(tmp_path: Path) -> None:
+    spec = ServerSpec(folder(tmp_path, architectures=[QWEN2_5]), "bfloat16")
+    asleep = replace(spec, offloaded=True)
+    assert KEPT_WEIGHTS in asleep.words(CUDA, "127.0.0.1", 1)
+    assert KEPT_WEIGHTS not in spec.words(CUDA, "127.0.0.1", 1)
+    assert KEPT_WEIGHTS not in asleep.words(CPU, "127.0.0.1", 1)  # it gives nothing back there
+
+
+def test_the_longest_context_of_a_text_part_is_that_of_the_model(tmp_path: Path) -> None:
+    text = {"max_position_embeddings": 2048}
+    assert max_positions(folder(tmp_path, architectures=[QWEN3], text_config=text)) == 2048
+    assert max_positions(folder(tmp_path, max_position_embeddings=64, text_config=text)) == 64
+
+
+@pytest.mark.slow
+@pytest.mark.needs("SGLang")
+def test_sglang_takes_what_large_models_that_see_are_told(tmp_path: Path) -> None:
+    import transformers
+
+    asked = {}
+    for architecture, (config, text, vision) in LARGE.items():
+        (model := tmp_path / architecture).mkdir()
+        settings = getattr(transformers, config)(text_config=text, vision_config=vision).to_dict()
+        spec = ServerSpec(folder(model, **settings | {"architectures": [architecture]}), "bfloat16")
+        for form, differs in FORMS.items():
+            asked[f"{architecture} {form}"] = replace(spec, **differs).words(CUDA, "127.0.0.1", 30000)
+    found = settled("H100", asked)
+    assert {name: each["problem"] for name, each in found.items()} == dict.fromkeys(asked)
+    for name, each in found.items():
+        settings = each["settled"]
+        assert settings["enable_multimodal"] is True, name
+        assert settings["image_processor_backend"] == "pil", name
+        assert settings["mm_process_config"] == {"image": {"do_resize": False}}, name
+        assert settings["mm_feature_transport"] == "cpu", name
+        assert settings["mm_preprocess_cache_size_mb"] == (64 if "own" in name else 512), name
+        assert settings["attention_backend"] == "fa3", name
+        assert settings["enable_weights_cpu_backup"] is ("asleep" in name), name

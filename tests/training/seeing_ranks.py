@@ -1,0 +1,65 @@
+"""What each rank does for test_sight: `<rank> <size> <port> <target> <folder>...`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Loaded once, before the ranks are made of one process.
+import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
+import transformers.models.qwen2_vl.image_processing_pil_qwen2_vl
+import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: F401
+
+from megarl.core.layout import Layout
+from megarl.models.hf_config import load_model_config
+from megarl.training.rank import Rank
+from tests.support.platforms import chosen
+from tests.training.seeing import pictured_shards, seeing_spec, some_pictured
+
+MICRO_BATCHES = 2
+# Of two micro-batches one may be text alone. Layers behind which features are added are on both stages of a pipeline.
+CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "tp2": (Layout(tp=2, world_size=2), {}),
+    "tp2 sp, recompute": (Layout(tp=2, sequence_parallel=True, world_size=2), {"recompute": "full"}),
+    "pp2": (Layout(pp=2, world_size=2), {}),
+    "pp2, recompute": (Layout(pp=2, world_size=2), {"recompute": "full"}),
+    "cp2": (Layout(cp=2, world_size=2), {"recompute": "selective"}),
+    "dp2": (Layout(world_size=2), {}),
+    "tp2 sp cp2": (Layout(tp=2, sequence_parallel=True, cp=2, world_size=4), {}),
+    "pp2 cp2": (Layout(pp=2, cp=2, world_size=4), {"recompute": "full"}),
+}
+
+
+def measured(rank: Rank, folder: Path, case: str) -> dict[str, Any]:
+    """Log-probs of each shard, and the whole gradients at rank 0."""
+    layout, options = CASES[case]
+    vision = load_model_config(folder).vision
+    assert vision is not None
+    rank.build("actor", seeing_spec(folder, layout, **options))
+    place = rank.engine("actor").groups.place
+    shard = pictured_shards(some_pictured(vision), layout.dp, MICRO_BATCHES)[place.dp]
+    answers: list[Any] = [None] * rank.world_size
+    dist.all_gather_object(answers, (place.dp, rank.logprobs("actor", shard)))
+    rank.update("actor", shard, {})
+    buckets = rank.engine("actor").gradients(1 << 16)
+    gradients = {name: tensor.cpu().clone() for bucket in buckets for name, tensor in bucket}
+    leads = {index: column for index, column in answers if column is not None}
+    return {"logprobs": [leads[index] for index in range(layout.dp)], "gradients": gradients}
+
+
+def main() -> None:
+    """Go through the cases of this size."""
+    index, size, port, target = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    rank = Rank(index, size, chosen().name, seed=1)
+    rank.rendezvous("127.0.0.1", port, timeout_s=60)
+    for folder in map(Path, sys.argv[5:]):
+        for case, (layout, _) in CASES.items():
+            if layout.world_size == size:
+                found = measured(rank, folder, case)
+                if index == 0:
+                    torch.save(found, target / f"{folder.name} {case}.pt")
+    rank.close()
