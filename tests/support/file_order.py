@@ -18,6 +18,7 @@ LONGEST = (
     "tests/end_to_end/test_engines.py",
     "tests/end_to_end/test_journal.py",
     "tests/end_to_end/test_disk.py",
+    "tests/end_to_end/test_images.py",
     "tests/sync/test_broadcast_ranks.py",
     "tests/end_to_end/test_rm_and_dpo.py",
     "tests/end_to_end/test_ray_jobs.py",
