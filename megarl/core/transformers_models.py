@@ -22,12 +22,34 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megarl.core.loading import as_if_missing, distributions_as_asked, without_collection
+
 READER = "transformers.utils.import_utils"  # the module that reads the files
 
 # What has to be installed for them -> module -> the names that it exports.
 Exports = dict[frozenset[str], dict[str, set[str]]]
 
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def without_models() -> Iterator[None]:
+    """Within, transformers is loaded for its tokenizers and configs alone, unless this process has loaded torch.
+
+    Where it finds torch, it loads it, and all that generates text: seconds, and hundreds of megabytes in every process that reads
+    rows. A process that had not loaded torch before has no models of transformers after it.
+    """
+    told = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # that there are no models then
+    before = os.environ.get(told)
+    os.environ[told] = "1"
+    try:
+        with without_collection(), distributions_as_asked(), models_as_remembered(), as_if_missing("torch"):
+            yield
+    finally:
+        if before is None:
+            del os.environ[told]
+        else:
+            os.environ[told] = before
 
 
 @contextmanager

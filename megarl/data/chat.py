@@ -5,7 +5,6 @@ Not for reading rows (rows.py), nor for deciding which tokens are trained on (sf
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,8 +18,7 @@ from pydantic_core import from_json
 
 from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.core.json_file import read_object
-from megarl.core.loading import as_if_missing, distributions_as_asked, without_collection
-from megarl.core.transformers_models import models_as_remembered
+from megarl.core.transformers_models import without_models
 from megarl.core.types import TokenArray
 from megarl.core.words import did_you_mean
 from megarl.data.calls import CALLS, parsed_calls, with_arguments_as_text
@@ -107,22 +105,9 @@ def _is_code(folder: Path) -> bool:
 
 
 def _auto_tokenizer() -> Any:
-    """transformers' AutoTokenizer, without the models.
-
-    Where transformers finds torch, it loads it, and all that generates text: seconds, and hundreds of megabytes in every process
-    that reads rows. A process that has not loaded torch before this has no models of transformers after it.
-    """
-    told = "TRANSFORMERS_NO_ADVISORY_WARNINGS"  # that there are no models then
-    before = os.environ.get(told)
-    os.environ[told] = "1"
-    try:
-        with without_collection(), distributions_as_asked(), models_as_remembered(), as_if_missing("torch"):
-            from transformers import AutoTokenizer
-    finally:
-        if before is None:
-            del os.environ[told]
-        else:
-            os.environ[told] = before
+    """transformers' AutoTokenizer, without the models."""
+    with without_models():
+        from transformers import AutoTokenizer
     return AutoTokenizer
 
 

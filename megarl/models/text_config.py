@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.core.transformers_models import without_models
 from megarl.models.families import FAMILIES
 from megarl.models.hf_fields import Fields, shown
 from megarl.models.hf_fp8 import QUANTIZATION
@@ -32,7 +33,8 @@ def text_config(fields: Fields, multimodal: Multimodal) -> dict[str, Any]:
             "was before it was quantised."
         )
     try:
-        from transformers import CONFIG_MAPPING, PreTrainedConfig
+        with without_models():
+            from transformers import CONFIG_MAPPING, PreTrainedConfig
 
         whole = CONFIG_MAPPING[multimodal.model_type].from_dict(dict(fields.raw))
         part: dict[str, Any] = whole.text_config.to_dict()

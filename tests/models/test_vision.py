@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,3 +204,24 @@ def test_sizes_are_read_where_transformers_reads_them(tmp_path: Path) -> None:
         assert load_model_config(folder).vision == load_vision(folder)
         assert Qwen2VLImageProcessorPil.from_pretrained(folder).size["longest_edge"] == 5 * 28 * 28
         (folder / PREPROCESSOR).unlink(missing_ok=True)
+
+
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+from megarl.models.hf_config import load_model_config
+print(load_model_config(Path(sys.argv[1])))
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("architecture", SQUARE)
+def test_a_process_that_reads_such_a_folder_loads_no_torch_and_reads_the_same(
+    tmp_path: Path, architecture: Architecture
+) -> None:
+    """Driver, coordinator and collectors would load it for seconds each."""
+    write_tiny_vision_model(tmp_path, architecture)
+    argv = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == str(load_model_config(tmp_path))
