@@ -23,10 +23,10 @@ from megarl.models.lora import add_adapters
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.replay import Replays
 from megarl.training.grad_share import GradShares
+from megarl.training.image_features import ImageFeatures, make_image_features
 from megarl.training.optimizer import Stepper, freeze_routers, is_distributed, mark_copies, mark_experts
 from megarl.training.parallel import Groups
 from megarl.training.schedule import AuxiliaryScale, finalize_without_scaling
-from megarl.training.sight import Sight, make_sight
 from megarl.training.spec import RoleSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -38,7 +38,7 @@ class Built:
 
     chunks: one model a virtual stage. wrapped: the same as Megatron's schedules want them: cast, and in training in
     DistributedDataParallel. stepper: None where the role is frozen. auxiliary: the share of the experts' own loss.
-    replays: the routers, where the rollout's routing is replayed. sight: None for a model of text.
+    replays: the routers, where the rollout's routing is replayed. images: None for a model of text.
     shares: of the parameters in its gradients.
     """
 
@@ -47,7 +47,7 @@ class Built:
     stepper: Stepper | None
     auxiliary: AuxiliaryScale | None
     replays: Replays | None
-    sight: Sight | None
+    images: ImageFeatures | None
     shares: GradShares | None = None
 
 
@@ -68,7 +68,7 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
         hold_in_float32(chunks, wide, groups.layout, groups.rank)
     if spec.load_weights:
         load_hf_weights(chunks, config, spec.folder, groups.layout, groups.rank, stored=load_model_config(spec.folder))
-    sight = make_sight(chunks, config, spec, dtype, platform.device, groups.place.tp)
+    images = make_image_features(chunks, config, spec, dtype, platform.device, groups.place.tp)
     if spec.lora is not None:
         settings = LoraSettings(spec.lora.rank, spec.lora.alpha, spec.lora.targets)
         add_adapters(chunks, settings, groups.collection, seed)
@@ -81,13 +81,13 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
     if spec.optimizer is None:
         for chunk in wrapped:
             chunk.requires_grad_(False)
-        return Built(chunks, wrapped, None, None, replays, sight)
+        return Built(chunks, wrapped, None, None, replays, images)
     auxiliary = AuxiliaryScale() if config.moe is not None and spec.aux_loss_coef > 0 else None
     wrapped = _data_parallel(chunks, wrapped, groups, auxiliary, is_distributed(spec.optimizer))
     stepper = Stepper(spec.optimizer, wrapped, dtype, spec.total_steps)
     parameters = global_tensors(chunks, groups.layout, groups.rank)
     shares = GradShares(stepper.optimizer, parameters, groups.place, scores=config.head == "score")
-    return Built(chunks, wrapped, stepper, auxiliary, replays, sight, shares)
+    return Built(chunks, wrapped, stepper, auxiliary, replays, images, shares)
 
 
 def _data_parallel(

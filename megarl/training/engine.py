@@ -74,15 +74,15 @@ class Engine:
             built = build_role(config, spec, groups, platform, seed)
         self._chunks, self._wrapped, self._stepper = built.chunks, built.wrapped, built.stepper
         self._auxiliary, self._replays, self._shares = built.auxiliary, built.replays, built.shares
-        self._sight = built.sight
-        towers = [] if self._sight is None else self._sight.modules
+        self._images = built.images
+        towers = [] if self._images is None else self._images.modules
         self._offload = Offload([*self._wrapped, *towers], self._stepper and self._stepper.optimizer, platform)
         self.sleep(spec.offload)
 
     def sleep(self, parts: Collection[Part] = PARTS) -> int:
         """Free the device memory of these parts, now; the next operation that needs them wakes them. Bytes freed."""
-        if self._sight is not None and "params" in parts:
-            self._sight.forget()
+        if self._images is not None and "params" in parts:
+            self._images.forget()
         return self._offload.sleep(parts)
 
     def wake(self, parts: Iterable[Part] = PARTS) -> int:
@@ -287,7 +287,7 @@ class Engine:
         if self._replays is not None:
             mine = batch.routing_of(self._config.num_layers, self._groups.layout, self._groups.place.tp)
             self._replays.set(unwrap_model(model), mine)
-        return None if self._sight is None else self._sight.of(batch)
+        return None if self._images is None else self._images.of(batch)
 
     def _reduce(self, sums: MetricSums) -> dict[str, float]:
         """Metrics of the ranks that have logits, on every rank."""

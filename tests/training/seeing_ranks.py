@@ -1,4 +1,4 @@
-"""What each rank does for test_sight: `<rank> <size> <port> <target> <folder>...`."""
+"""What each rank does for test_image_features: `<rank> <size> <port> <target> <folder>...`."""
 
 from __future__ import annotations
 

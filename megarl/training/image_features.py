@@ -21,7 +21,7 @@ from megarl.training.batch import DeviceBatch
 from megarl.training.spec import RoleSpec
 
 
-class Sight:
+class ImageFeatures:
     """Of one role on one rank. Without a tower where none of its layers needs features."""
 
     def __init__(self, tower: Tower | None, layout: Layout, tp_rank: int) -> None:
@@ -56,9 +56,9 @@ class Sight:
         return torch.cat([self._tower.features(png) for png in pngs], dim=1)[:, squares]
 
 
-def make_sight(
+def make_image_features(
     chunks: Sequence[Any], config: ModelConfig, spec: RoleSpec, dtype: torch.dtype, device: str, tp_rank: int
-) -> Sight | None:
+) -> ImageFeatures | None:
     """With the tower of the role's HF folder where a virtual stage needs features; None for a model of text."""
     vision = config.vision
     if vision is None:
@@ -67,4 +67,4 @@ def make_sight(
         raise MegarlError("A model that sees images has no head of one score.")
     # A model that is only converted sees nothing.
     wanted = spec.load_weights and any(needs_features(chunk, vision) for chunk in chunks)
-    return Sight(Tower(spec.folder, dtype, device) if wanted else None, spec.layout, tp_rank)
+    return ImageFeatures(Tower(spec.folder, dtype, device) if wanted else None, spec.layout, tp_rank)
