@@ -50,6 +50,11 @@ class Built:
     images: ImageFeatures | None
     shares: GradShares | None = None
 
+    @property
+    def towers(self) -> list[torch.nn.Module]:
+        """Vision towers, whose parameters are on the device as well."""
+        return [] if self.images is None else self.images.modules
+
 
 def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Platform, seed: int) -> Built:
     """Build, and load the weights of the HF folder. seed: of new weights. Collective over the pool."""

@@ -75,8 +75,7 @@ class Engine:
         self._chunks, self._wrapped, self._stepper = built.chunks, built.wrapped, built.stepper
         self._auxiliary, self._replays, self._shares = built.auxiliary, built.replays, built.shares
         self._images = built.images
-        towers = [] if self._images is None else self._images.modules
-        self._offload = Offload([*self._wrapped, *towers], self._stepper and self._stepper.optimizer, platform)
+        self._offload = Offload([*self._wrapped, *built.towers], self._stepper and self._stepper.optimizer, platform)
         self.sleep(spec.offload)
 
     def sleep(self, parts: Collection[Part] = PARTS) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,15 +14,18 @@ from megarl.core.terminal import forget_no_width
 from tests.support.processes import heed_interrupts
 from tests.support.terminal import Terminal
 
+# A command that does not end says where it is, before it is given up.
+ENDS_S, STACKS_S = 30, 25
 # A command that writes to its terminal while it works and while it is taken apart, the bar of a thread too.
 WORKING = """
-import logging, sys, time
+import faulthandler, logging, sys, time
 from pathlib import Path
 from rich.console import Console
 import megarl.run.train
 from megarl import cli
 
 def work(*_):
+    faulthandler.dump_traceback_later({stacks}, file=open("stacks", "w"))
     with Console().status("working"):
         try:
             print("up", flush=True)
@@ -49,7 +53,7 @@ def test_a_terminal_that_is_closed_ends_a_command_in_order_unless_it_was_started
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     errors = tmp_path / "errors"
-    command = [sys.executable, "-c", WORKING.format(seconds=seconds)]
+    command = [sys.executable, "-c", WORKING.format(seconds=seconds, stacks=STACKS_S)]
     env, heed = {**os.environ, "TERM": "xterm"}, heed_interrupts if heeds else ignore
     with (
         errors.open("wb") as file,
@@ -57,7 +61,10 @@ def test_a_terminal_that_is_closed_ends_a_command_in_order_unless_it_was_started
     ):
         terminal.read_until(lambda shown: "up" in shown, 60.0)
         terminal.close()
-        assert terminal.process.wait(30) == code
+        try:
+            assert terminal.process.wait(ENDS_S) == code
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still there: {errors.read_text()}\n{(tmp_path / 'stacks').read_text()}")
     assert (tmp_path / "closed").exists()
     said = errors.read_text()
     assert "Traceback" not in said and "OSError" not in said and "Exception ignored" not in said
