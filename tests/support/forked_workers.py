@@ -76,7 +76,9 @@ def main(listening: socket.socket, words: list[str]) -> None:
 
     global _collecting_s
     die_with_parent()
-    pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *words])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")  # no copy has its threads
+        pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *words])
     _collecting_s = time.process_time()
     while True:
         asking, _ = listening.accept()
