@@ -24,7 +24,7 @@ from megarl.data.unpaired import mismatched
 from megarl.models.flops import train_flops
 from megarl.models.hf_config import load_model_config
 from megarl.models.recipe_vision import sight_of
-from megarl.recipe.supervised import PairData, RmRecipe, SftRecipe, SupervisedRecipe, UnpairedData, estimates_kl
+from megarl.recipe.supervised import PairData, RmRecipe, SupervisedRecipe, UnpairedData, estimates_kl
 
 
 class FeederActor:
@@ -52,8 +52,9 @@ class FeederActor:
         scores, frozen = isinstance(self._recipe, RmRecipe), self._recipe.actor.lora is not None
         flops = train_flops(self._model, lengths, weight_gradients=not frozen, scores=scores)
         packed = self._packed(rows, step, {"data/epoch": self._source.epoch, "perf/train_flops": flops})
-        if isinstance(self._recipe, SftRecipe) and step < train.steps:
-            self._images.begin(self._source.coming(train.batch_samples))
+        if step < train.steps:
+            coming = self._source.coming(train.batch_samples)
+            self._images.begin([each for row in coming for each in demonstrations_of(row)])
         return packed
 
     def held_out(self) -> tuple[BatchInfo | ShardPlan | Block, ...]:
@@ -71,15 +72,15 @@ class FeederActor:
     ) -> tuple[BatchInfo | ShardPlan | Block, ...]:
         sizes = {"num_shards": self._num_shards, "micro_batch_tokens": self._recipe.actor.micro_batch_tokens}
         data, others = self._recipe.data, list[Packed]()
+        texts = [each for row in rows for each in demonstrations_of(row)]
         if isinstance(data, PairData):
-            packed = pack_pairs(rows, scored=isinstance(self._recipe, RmRecipe), **sizes)
+            packed = pack_pairs(rows, self._images.of(texts), scored=isinstance(self._recipe, RmRecipe), **sizes)
         elif isinstance(data, UnpairedData):
             packed = pack_unpaired(rows, **sizes)
             if estimates_kl(self._recipe):
                 others = pack_unpaired(mismatched(rows, data.max_tokens), **sizes)
         else:
-            packed = pack_sft(rows, self._images.of(rows), **sizes)
-        texts = [each for row in rows for each in demonstrations_of(row)]
+            packed = pack_sft(rows, self._images.of(texts), **sizes)
         tokens, trained = sum(len(each.token_ids) for each in texts), sum(int(each.loss_mask.sum()) for each in texts)
         info = BatchInfo(
             step=step,

@@ -40,10 +40,18 @@ def pack_sft(
     return packed(dealt, block)
 
 
-def pack_pairs(pairs: Sequence[Pair], *, num_shards: int, micro_batch_tokens: int, scored: bool) -> list[Packed]:
+def pack_pairs(
+    pairs: Sequence[Pair],
+    images: Sequence[tuple[bytes, ...]],
+    *,
+    num_shards: int,
+    micro_batch_tokens: int,
+    scored: bool,
+) -> list[Packed]:
     """Pairs of one optimizer step, as one mini-batch. Pair i is the sequences 2i (chosen) and 2i + 1 (rejected).
 
     The two of a pair are neighbours in one micro-batch. The weights of a pair's positions add up to 1 / number of pairs.
+    images: of each sequence, as a MicroBatch has them: a block holds those that two share once.
     scored: the mask marks the last token, where a score head is read; otherwise the response's labels.
 
     No pair may be longer than `micro_batch_tokens` (the recipe check sees to it).
@@ -54,7 +62,8 @@ def pack_pairs(pairs: Sequence[Pair], *, num_shards: int, micro_batch_tokens: in
     dealt = _deal_rows(sides, counts, 2, num_shards, micro_batch_tokens, "sequence-mean")
 
     def block(part: IntArray, weights: FloatArray) -> Block:
-        return row_block([sides[index] for index in part], part, weights, margins[part], scored=scored)
+        rows, pictures = ([each[index] for index in part] for each in (sides, images))
+        return row_block(rows, part, weights, margins[part], scored=scored, images=pictures)
 
     return packed(dealt, block)
 

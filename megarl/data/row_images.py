@@ -26,10 +26,13 @@ class RowImages:
         self._begun = self._asked(rows)
 
     def of(self, rows: Sequence[Demonstration]) -> list[tuple[bytes, ...]]:
-        """Those of each row, of a row that is there twice the same ones. Raises UserError for an image that is damaged."""
-        found = self._begun | self._asked([row for row in rows if id(row) not in self._begun])
-        return [found[id(row)].result() if row.images else () for row in rows]
+        """Those of each row; of a row that is there twice, and of the answers of a pair, which share them, the same ones.
+
+        Raises UserError for an image that is damaged.
+        """
+        found = self._begun | self._asked([row for row in rows if id(row.images) not in self._begun])
+        return [found[id(row.images)].result() if row.images else () for row in rows]
 
     def _asked(self, rows: Sequence[Demonstration]) -> dict[int, Future[tuple[bytes, ...]]]:
-        each = {id(row): row for row in rows if row.images}
+        each = {id(row.images): row for row in rows if row.images}
         return {key: self._pool.submit(pngs, row.images, row.id) for key, row in each.items()}

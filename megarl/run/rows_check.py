@@ -22,7 +22,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.models.recipe_vision import IMAGES_KEY, sight_of
 from megarl.recipe.keep_rules import set_of
 from megarl.recipe.schema import Recipe
-from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SftRecipe, SupervisedRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SupervisedRecipe
 from megarl.rewards.check import check_rendered, compares_answers
 from megarl.rewards.row_choice import check_choice, first_ungraded
 
@@ -66,11 +66,11 @@ def check_seen(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
 
 
 def check_blind(recipe: SupervisedRecipe, path: Path, model: ModelConfig) -> None:
-    """Raises UserError for a row with images in training on pairs or labels, which shows none to a model that could see them."""
-    for row in read_rows(path) if model.vision is not None and not isinstance(recipe, SftRecipe) else ():
+    """Raises UserError for a row with images in training on labels, which shows none to a model that could see them."""
+    for row in read_rows(path) if model.vision is not None and isinstance(recipe, KtoRecipe) else ():
         if field_of(row.fields, IMAGES_KEY):  # others may be written with an empty list
             raise UserError(
-                f"{row.where}, field {IMAGES_KEY!r}: images are shown to a model in `megarl train` and `megarl sft` alone. Leave "
+                f"{row.where}, field {IMAGES_KEY!r}: `megarl kto` shows no images to a model. Leave "
                 "such rows out, or remove the field where the text is enough."
             )
 

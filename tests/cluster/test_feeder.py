@@ -67,8 +67,9 @@ def test_labelled_answers_come_with_the_same_prompts_before_other_answers(monkey
     assert info.num_samples == 3
 
 
-def test_a_steps_demonstrations_have_their_images_which_were_made_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [SftRecipe, DpoRecipe])
+def test_a_steps_rows_have_their_images_which_were_made_ahead(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No image is decoded when the second step is asked for; and the cursor stays where the first step left it."""
     rows = []
@@ -78,13 +79,19 @@ def test_a_steps_demonstrations_have_their_images_which_were_made_ahead(
         rows.append(replace(text(3), id=f"rows:{number}", images=(Image(file, 4, 4),)))
     monkeypatch.setattr(feeder, "configure_process", lambda spec: ProcessFacts(1, "host"))
     monkeypatch.setattr(feeder, "load_model_config", lambda path: DENSE)
-    monkeypatch.setattr(feeder, "load_supervised", lambda *given: RowSet(tuple(rows), 0))
+    given: Any = {
+        SftRecipe: ("sft", tuple(rows)),
+        DpoRecipe: ("dpo", tuple(Pair(row, replace(row), 0.0) for row in rows)),
+    }
+    section, loaded = given[kind]
+    monkeypatch.setattr(feeder, "load_supervised", lambda *given: RowSet(loaded, 0))
     sections = {"data": {"train": "rows.jsonl", "shuffle": False}, "train": {"steps": 2, "batch_samples": 2}}
-    recipe = SftRecipe.model_validate({"model": {"path": "m"}, **sections})
+    recipe = kind.model_validate({"model": {"path": "m"}, **sections, section: {}})
+    each = 1 if kind is SftRecipe else 2
     actor = feeder.FeederActor(None, recipe, 1)  # type: ignore[arg-type]
     for step, names in ((1, "12"), (2, "34")):
         parts: Any = actor.take(step)
-        expected = [pngs(row.images, row.id) for row in rows if row.id[-1] in names]
+        expected = [pngs(row.images, row.id) for row in rows if row.id[-1] in names for _ in range(each)]
         assert [parts[2].images[place] for place in np.argsort(parts[2].sample_index)] == expected
         assert actor.state()["position"] == 2 * step
         if step == 1:

@@ -100,7 +100,7 @@ def test_an_array_of_a_micro_batch_has_the_declared_type() -> None:
     (micro,) = micro_batches(shard)
     assert micro.margins is None and micro.desirable is None, "samples are neither pairs nor labelled"
     assert micro.images is None, "no sample has images"
-    [of_pairs] = micro_batches(whole(pack_pairs([make_pair(3, 2)], **pairs_options()))[0])
+    [of_pairs] = micro_batches(whole(packed_pairs([make_pair(3, 2)], **pairs_options()))[0])
     labelled = [make_labelled(1, desirable=True)]
     [of_labelled] = micro_batches(whole(pack_unpaired(labelled, num_shards=1, micro_batch_tokens=64))[0])
     micro = replace(micro, margins=of_pairs.margins, desirable=of_labelled.desirable)
@@ -342,12 +342,17 @@ def make_pair(chosen: int, rejected: int, margin: float = 0.0) -> Pair:
     return Pair(side(10, chosen), side(20, rejected), margin)
 
 
+def packed_pairs(pairs: list[Pair], **options: Any) -> list[tuple[ShardPlan, Block]]:
+    """Pairs of text alone."""
+    return pack_pairs(pairs, [()] * (2 * len(pairs)), **options)
+
+
 def pairs_options(**changed: Any) -> dict[str, Any]:
     return {"num_shards": 1, "micro_batch_tokens": 64, "scored": False} | changed
 
 
 def test_a_pairs_responses_are_marked_and_weigh_one_over_the_pairs_together() -> None:
-    (shard,) = whole(pack_pairs([make_pair(2, 1, 0.5), make_pair(1, 4)], **pairs_options()))
+    (shard,) = whole(packed_pairs([make_pair(2, 1, 0.5), make_pair(1, 4)], **pairs_options()))
     (micro,) = micro_batches(shard)
     assert micro.tokens.tolist() == [1, 2, 10, 11, 1, 2, 20, 1, 2, 10, 1, 2, 20, 21, 22, 23]
     assert micro.cu_seqlens.tolist() == [0, 4, 7, 10, 16]
@@ -359,7 +364,7 @@ def test_a_pairs_responses_are_marked_and_weigh_one_over_the_pairs_together() ->
 
 
 def test_a_scored_pair_is_marked_at_its_last_tokens() -> None:
-    (shard,) = whole(pack_pairs([make_pair(2, 1)], **pairs_options(scored=True)))
+    (shard,) = whole(packed_pairs([make_pair(2, 1)], **pairs_options(scored=True)))
     (micro,) = micro_batches(shard)
     assert micro.loss_mask.tolist() == [0, 0, 0, 1, 0, 0, 1]
     assert micro.weights.tolist() == [0, 0, 0, 0.5, 0, 0, 0.5]
@@ -374,7 +379,7 @@ def test_the_two_of_a_pair_are_neighbours_whatever_the_cut(
     sizes: list[tuple[int, int, float]], num_shards: int, scored: bool
 ) -> None:
     pairs = [make_pair(*size) for size in sizes]
-    shards = whole(pack_pairs(pairs, **pairs_options(num_shards=num_shards, micro_batch_tokens=44, scored=scored)))
+    shards = whole(packed_pairs(pairs, **pairs_options(num_shards=num_shards, micro_batch_tokens=44, scored=scored)))
     assert len({len(micro_batches(shard)) for shard in shards}) == 1
     seen: list[int] = []
     for micro in (micro for shard in shards for micro in micro_batches(shard)):
@@ -393,7 +398,7 @@ def test_the_two_of_a_pair_are_neighbours_whatever_the_cut(
 
 def test_a_pair_over_the_budget_is_asserted() -> None:
     with pytest.raises(AssertionError, match="11 tokens that stay together, over micro_batch_tokens=10"):
-        pack_pairs([make_pair(3, 4)], **pairs_options(micro_batch_tokens=10))
+        packed_pairs([make_pair(3, 4)], **pairs_options(micro_batch_tokens=10))
 
 
 def make_labelled(length: int, *, desirable: bool) -> Unpaired:

@@ -193,7 +193,7 @@ def test_rows_of_a_model_of_text_are_as_ever(file: Path, tokenizer: Any, sight: 
     write(file, {"messages": [said("user", IMAGE), said("assistant", "red")]})
     assert check_demonstrations(file, SftData(train=file)) == 1, "what the model is, is not known yet"
     with pytest.raises(
-        UserError, match=r"'content' is a list, and must be a string.*`megarl train` and `sft` with a model"
+        UserError, match=r"'content' is a list, and must be a string.* are for a model that sees images"
     ):
         load_demonstrations(file, folder, SftData(train=file))
 

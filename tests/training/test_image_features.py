@@ -32,13 +32,14 @@ from tests.training.harness import OPTIMIZER
 from tests.training.seeing import (
     Pictured,
     pictured_shards,
+    preferred,
     reference,
     seeing_spec,
     some_pictured,
     transformers_logits,
     transformers_model,
 )
-from tests.training.seeing_ranks import CASES, MICRO_BATCHES
+from tests.training.seeing_ranks import CASES, MICRO_BATCHES, PAIRED
 
 ARCHITECTURES = [QWEN2_5, QWEN3]
 Reference = tuple[list[Tensor], dict[str, Tensor]]
@@ -109,6 +110,17 @@ def test_every_layout_computes_what_transformers_does(
         for column, cut in zip(columns, cuts, strict=True):
             assert np.abs(column - torch.cat(cut).numpy()).max() < bounds.logprob
     assert_gradients(found["gradients"], gradients, bounds)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_pairs_are_compared_over_ranks_as_by_hand(
+    measured: Path, folders: dict[str, Path], architecture: str, bounds: Tolerance
+) -> None:
+    folder = folders[architecture]
+    _, expected = reference(folder, seen_by(folder), some_pictured(seen_by(folder)), preferred)
+    for case in PAIRED:
+        found = torch.load(measured / f"{architecture} {case}.pt", weights_only=False)
+        assert_gradients(found["paired"], expected, bounds)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
