@@ -73,14 +73,15 @@ class FeederActor:
         sizes = {"num_shards": self._num_shards, "micro_batch_tokens": self._recipe.actor.micro_batch_tokens}
         data, others = self._recipe.data, list[Packed]()
         texts = [each for row in rows for each in demonstrations_of(row)]
+        images = self._images.of(texts)
         if isinstance(data, PairData):
-            packed = pack_pairs(rows, self._images.of(texts), scored=isinstance(self._recipe, RmRecipe), **sizes)
+            packed = pack_pairs(rows, images, scored=isinstance(self._recipe, RmRecipe), **sizes)
         elif isinstance(data, UnpairedData):
-            packed = pack_unpaired(rows, **sizes)
-            if estimates_kl(self._recipe):
-                others = pack_unpaired(mismatched(rows, data.max_tokens), **sizes)
+            packed = pack_unpaired(rows, images, **sizes)
+            if estimates_kl(self._recipe):  # each prompt is there again, and so are its images
+                others = pack_unpaired(mismatched(rows, data.max_tokens), images, **sizes)
         else:
-            packed = pack_sft(rows, self._images.of(texts), **sizes)
+            packed = pack_sft(rows, images, **sizes)
         tokens, trained = sum(len(each.token_ids) for each in texts), sum(int(each.loss_mask.sum()) for each in texts)
         info = BatchInfo(
             step=step,

@@ -68,14 +68,20 @@ def pack_pairs(
     return packed(dealt, block)
 
 
-def pack_unpaired(rows: Sequence[Unpaired], *, num_shards: int, micro_batch_tokens: int) -> list[Packed]:
-    """Labelled answers of one optimizer step, as one mini-batch. The weights of an answer's positions add up to 1 / rows."""
+def pack_unpaired(
+    rows: Sequence[Unpaired], images: Sequence[tuple[bytes, ...]], *, num_shards: int, micro_batch_tokens: int
+) -> list[Packed]:
+    """Labelled answers of one optimizer step, as one mini-batch. The weights of an answer's positions add up to 1 / rows.
+
+    images: of each row, as a MicroBatch has them.
+    """
     answers, desirable = [row.answer for row in rows], np.array([row.desirable for row in rows], np.float32)
     counts = [int(answer.loss_mask[1:].sum()) for answer in answers]
     dealt = _deal_rows(answers, counts, 1, num_shards, micro_batch_tokens, "sequence-mean")
 
     def block(part: IntArray, weights: FloatArray) -> Block:
-        return row_block([answers[index] for index in part], part, weights, desirable=desirable[part])
+        mine, pictures = ([each[index] for index in part] for each in (answers, images))
+        return row_block(mine, part, weights, desirable=desirable[part], images=pictures)
 
     return packed(dealt, block)
 

@@ -34,7 +34,7 @@ def load_supervised(path: Path, model_folder: Path, data: AnyData, sight: Sight 
     if isinstance(data, PairData):
         return load_pairs(path, model_folder, data, sight)
     if isinstance(data, UnpairedData):
-        return load_unpaired(path, model_folder, data)
+        return load_unpaired(path, model_folder, data, sight)
     return load_demonstrations(path, model_folder, data, sight)
 
 

@@ -67,7 +67,7 @@ def test_labelled_answers_come_with_the_same_prompts_before_other_answers(monkey
     assert info.num_samples == 3
 
 
-@pytest.mark.parametrize("kind", [SftRecipe, DpoRecipe])
+@pytest.mark.parametrize("kind", [SftRecipe, DpoRecipe, KtoRecipe])
 def test_a_steps_rows_have_their_images_which_were_made_ahead(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,17 +82,19 @@ def test_a_steps_rows_have_their_images_which_were_made_ahead(
     given: Any = {
         SftRecipe: ("sft", tuple(rows)),
         DpoRecipe: ("dpo", tuple(Pair(row, replace(row), 0.0) for row in rows)),
+        KtoRecipe: ("kto", tuple(Unpaired(row, desirable=True) for row in rows)),
     }
     section, loaded = given[kind]
     monkeypatch.setattr(feeder, "load_supervised", lambda *given: RowSet(loaded, 0))
     sections = {"data": {"train": "rows.jsonl", "shuffle": False}, "train": {"steps": 2, "batch_samples": 2}}
     recipe = kind.model_validate({"model": {"path": "m"}, **sections, section: {}})
-    each = 1 if kind is SftRecipe else 2
+    each = 2 if kind is DpoRecipe else 1
     actor = feeder.FeederActor(None, recipe, 1)  # type: ignore[arg-type]
     for step, names in ((1, "12"), (2, "34")):
         parts: Any = actor.take(step)
         expected = [pngs(row.images, row.id) for row in rows if row.id[-1] in names for _ in range(each)]
-        assert [parts[2].images[place] for place in np.argsort(parts[2].sample_index)] == expected
+        for block in parts[2::2]:  # of mismatched rows, too: each prompt with its own images
+            assert [block.images[place] for place in np.argsort(block.sample_index)] == expected
         assert actor.state()["position"] == 2 * step
         if step == 1:
             actor._images.of(rows[2:])

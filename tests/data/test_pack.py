@@ -102,7 +102,7 @@ def test_an_array_of_a_micro_batch_has_the_declared_type() -> None:
     assert micro.images is None, "no sample has images"
     [of_pairs] = micro_batches(whole(packed_pairs([make_pair(3, 2)], **pairs_options()))[0])
     labelled = [make_labelled(1, desirable=True)]
-    [of_labelled] = micro_batches(whole(pack_unpaired(labelled, num_shards=1, micro_batch_tokens=64))[0])
+    [of_labelled] = micro_batches(whole(packed_labelled(labelled, num_shards=1, micro_batch_tokens=64))[0])
     micro = replace(micro, margins=of_pairs.margins, desirable=of_labelled.desirable)
     arrays = [name for name in MicroBatch.__dataclass_fields__ if name != "images"]
     types = {name: str(getattr(micro, name).dtype) for name in arrays}
@@ -342,6 +342,11 @@ def make_pair(chosen: int, rejected: int, margin: float = 0.0) -> Pair:
     return Pair(side(10, chosen), side(20, rejected), margin)
 
 
+def packed_labelled(rows: list[Unpaired], **options: Any) -> list[tuple[ShardPlan, Block]]:
+    """Labelled answers of text alone."""
+    return pack_unpaired(rows, [()] * len(rows), **options)
+
+
 def packed_pairs(pairs: list[Pair], **options: Any) -> list[tuple[ShardPlan, Block]]:
     """Pairs of text alone."""
     return pack_pairs(pairs, [()] * (2 * len(pairs)), **options)
@@ -408,7 +413,7 @@ def make_labelled(length: int, *, desirable: bool) -> Unpaired:
 
 def test_labelled_answers_weigh_one_over_the_rows_each() -> None:
     rows = [make_labelled(2, desirable=True), make_labelled(1, desirable=False)]
-    (shard,) = whole(pack_unpaired(rows, num_shards=1, micro_batch_tokens=64))
+    (shard,) = whole(packed_labelled(rows, num_shards=1, micro_batch_tokens=64))
     (micro,) = micro_batches(shard)
     assert micro.tokens.tolist() == [1, 2, 10, 11, 1, 2, 10]
     assert micro.weights.tolist() == [0, 0.25, 0.25, 0, 0, 0.5, 0]
@@ -421,7 +426,7 @@ def test_labelled_answers_weigh_one_over_the_rows_each() -> None:
 )
 def test_labelled_answers_keep_their_labels_whatever_the_cut(rows: list[tuple[int, bool]], num_shards: int) -> None:
     made = [make_labelled(length, desirable=desirable) for length, desirable in rows]
-    shards = whole(pack_unpaired(made, num_shards=num_shards, micro_batch_tokens=22))
+    shards = whole(packed_labelled(made, num_shards=num_shards, micro_batch_tokens=22))
     found, total = {}, 0.0
     for micro in (micro for shard in shards for micro in micro_batches(shard)):
         assert micro.desirable is not None and len(micro.desirable) == len(micro.cu_seqlens) - 1

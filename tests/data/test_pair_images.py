@@ -1,4 +1,4 @@
-"""Pairs with images: what both answers' prompt shows, what they share, and what is refused."""
+"""Pairs and labelled answers with images: what their prompt shows, what pairs share, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from megarl.data.pack_rows import pack_pairs
 from megarl.data.pairs import Pair, check_pairs, load_pairs
 from megarl.data.row_images import RowImages
 from megarl.data.row_set import RowSet
+from megarl.data.unpaired import Unpaired, check_unpaired, load_unpaired, mismatched
 from megarl.models.vision import Vision
-from megarl.recipe.supervised import PairData
+from megarl.recipe.supervised import PairData, UnpairedData
 from tests.support.sight import picture, seeing_tokenizer, sight_for
 
 OPENS, CLOSES = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
@@ -167,3 +168,41 @@ def test_refused_rows(file: Path, sight: Vision, changed: dict[str, Any], says: 
     with pytest.raises(UserError) as caught:
         load(file, sight, TRL, TRL | changed)
     assert f"{file}, line 2" in str(caught.value) and says in str(caught.value)
+
+
+LABELLED = {"prompt": TRL["prompt"], "completion": TRL["chosen"], "label": True, "images": TRL["images"]}
+
+
+def load_answers(file: Path, sight: Vision | None, *rows: dict[str, Any], **keys: Any) -> RowSet[Unpaired]:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_unpaired(file, file.parent / "model", UnpairedData(train=file, **keys), sight)
+
+
+def test_a_labelled_answer_stands_behind_its_images(file: Path, tokenizer: Any, sight: Vision) -> None:
+    chat = {"completion": [*TRL["prompt"], *TRL["chosen"]], "label": 0, "images": TRL["images"]}
+    rows = load_answers(file, sight, LABELLED, LABELLED | {"prompt": "<image>Which? <image>"}, chat).rows
+    assert check_unpaired(file, UnpairedData(train=file)) == 3
+    for row in rows:
+        whole = tokenizer.decode(collapsed(row.answer.token_ids, sight.image_token))
+        assert whole == f"{OPENS}{SHOWN}Which? {SHOWN}{CLOSES}red<|im_end|>"
+        assert [image.width for image in row.answer.images] == [8, 12]
+    with pytest.raises(UserError, match=r"line 2: the assistant's text has a place of an image"):
+        load_answers(file, sight, LABELLED, LABELLED | {"completion": "<image>"})
+    with pytest.raises(UserError, match=r"'content' is a list, and must be a string.* for a model that sees images"):
+        load_answers(file, None, LABELLED, LABELLED)
+
+
+def test_a_mismatched_answer_stands_behind_the_images_of_its_prompt(file: Path, tokenizer: Any, sight: Vision) -> None:
+    others = ({"completion": "green", "images": "a.png", "prompt": "p"}, {"completion": "b", "prompt": "q"})
+    data = UnpairedData(train=file, max_tokens=40)
+    rows = load_answers(file, sight, LABELLED, *({"label": False} | each for each in others), max_tokens=40).rows
+    found = mismatched(rows, data.max_tokens)
+    said = [tokenizer.decode(collapsed(row.answer.token_ids, sight.image_token)) for row in found]
+    first = f"{OPENS}{SHOWN}Which? {SHOWN}{CLOSES}green<|im_end|>"
+    assert len(rows[0].answer.token_ids) == 39 and len(found[0].answer.token_ids) == 40
+    assert said == [
+        first.removesuffix("<|im_end|>"),
+        f"{OPENS}{SHOWN}p{CLOSES}b<|im_end|>",
+        f"{OPENS}q{CLOSES}red<|im_end|>",
+    ]
+    assert [row.answer.images for row in found] == [row.answer.images for row in rows]

@@ -161,13 +161,22 @@ def test_demonstrations_with_images_are_checked_as_prompts_are(place: Place) -> 
     assert preflight_supervised(supervised(place, "data.images_key=null").recipe).rows == 6
 
 
-def test_pairs_with_images_are_checked_as_demonstrations_are(place: Place) -> None:
-    place.write_rows(*(row(n, chosen="1", rejected="22") for n in range(6)))
-    text = SFT.replace(", response_key: answer", "") + "dpo: {{}}\n"
+@pytest.mark.parametrize(
+    ("kind", "section", "fields"),
+    [
+        (DpoRecipe, "dpo", {"chosen": "1", "rejected": "22"}),
+        (KtoRecipe, "kto", {"completion": "22", "label": True}),
+    ],
+)
+def test_pairs_and_labelled_answers_with_images_are_checked_as_demonstrations_are(
+    place: Place, kind: Any, section: str, fields: dict[str, Any]
+) -> None:
+    place.write_rows(*(row(n, **fields) for n in range(6)))
+    text = SFT.replace(", response_key: answer", "") + f"{section}: {{{{}}}}\n"
 
     def found(*overrides: str) -> Preflight:
         given = ("actor.micro_batch_tokens=256", *overrides)
-        return preflight_supervised(supervised(place, *given, kind=DpoRecipe, text=text).recipe)
+        return preflight_supervised(supervised(place, *given, kind=kind, text=text).recipe)
 
     assert (found().rows, found().dropped) == (6, 0)
     # The longer answer is three tokens; 64 x 64 pixels are four squares of both models, between two tokens.
@@ -177,13 +186,6 @@ def test_pairs_with_images_are_checked_as_demonstrations_are(place: Place) -> No
     (place.root / "a.png").write_bytes(b"no image")
     with pytest.raises(UserError, match=r"line 2, field 'images', image 1: .* cannot be decoded as an image"):
         found()
-
-
-def test_labelled_answers_show_no_images(place: Place) -> None:
-    place.write_rows(*(row(n, completion="1", label=True) for n in range(6)))
-    text = SFT.replace(", response_key: answer", "") + "kto: {{}}\n"
-    with pytest.raises(UserError, match=r"line 2, field 'images': `megarl kto` shows no images to a model"):
-        preflight_supervised(supervised(place, "actor.micro_batch_tokens=256", kind=KtoRecipe, text=text).recipe)
 
 
 def test_a_model_of_text_is_trained_on_rows_that_have_images_besides(tmp_path: Path) -> None:

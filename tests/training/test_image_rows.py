@@ -15,15 +15,16 @@ from torch import Tensor
 
 from megarl.core.types import Column, Shard
 from megarl.data.pack import assemble
-from megarl.data.pack_rows import pack_pairs, pack_sft
+from megarl.data.pack_rows import pack_pairs, pack_sft, pack_unpaired
 from megarl.data.pairs import load_pairs
 from megarl.data.row_images import RowImages
 from megarl.data.sft import load_demonstrations
+from megarl.data.unpaired import load_unpaired, mismatched
 from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import names_of_text
-from megarl.recipe.supervised import Dpo, PairData, SftData
+from megarl.recipe.supervised import Dpo, Kto, PairData, SftData, UnpairedData
 from megarl.training.rank import Rank
-from megarl.training.spec import DpoObjective
+from megarl.training.spec import DpoObjective, KtoObjective
 from tests.support.tolerances import Tolerance
 from tests.support.vision import QWEN2_5, QWEN3, png, write_tiny_vision_model
 from tests.training.pairs import preference_loss
@@ -136,10 +137,11 @@ def assert_step(
     loss: Tensor,
     whole: Whole,
     bounds: Tolerance,
+    kl: float = 0.0,
 ) -> None:
     """Loss and gradients of a step are those of transformers."""
     assert len(shard.mini_batches[0].micro_batches) > 1
-    metrics = rank.update(role, shard, columns)
+    metrics = rank.update(role, shard, columns, kl)
     found = {name: tensor.cpu() for bucket in rank.engine(role).gradients(1 << 16) for name, tensor in bucket}
     gradients = whole.gradients(loss)
     assert metrics[f"{group}/loss"] == pytest.approx(loss.item(), rel=bounds.loss)
@@ -212,3 +214,41 @@ def test_every_loss_of_pairs_is_that_of_transformers_and_a_reference_that_sees(
     loss = torch.stack(losses).mean()
     columns = {"ref_logprobs": column} if settings.with_reference else {}
     assert_step(rank, "actor", shard, columns, "dpo", loss, whole, bounds)
+
+
+def test_the_loss_of_labelled_answers_is_that_of_transformers_and_so_is_its_kl(
+    rank: Rank, two_models: tuple[Path, Path], tmp_path: Path, bounds: Tolerance
+) -> None:
+    """The KL is of each prompt, with its images, before the answer of the next row."""
+    folder, other = two_models
+    settings = Kto(beta=0.3, desirable_weight=1.5)
+    given = [row | {"completion": row["chosen"], "label": at != 1} for at, (row, _, _) in enumerate(PAIRS)]
+    file = write(tmp_path, [{key: row[key] for key in row if key not in ("chosen", "rejected")} for row in given])
+    data = UnpairedData(train=file)
+    rows = load_unpaired(file, folder, data, load_model_config(folder).vision).rows
+    images = RowImages().of([row.answer for row in rows])
+    sizes = {"num_shards": 1, "micro_batch_tokens": 64}
+    [(plan, block)] = pack_unpaired(rows, images, **sizes)
+    [(their_plan, their_block)] = pack_unpaired(mismatched(rows, data.max_tokens), images, **sizes)
+    shard, others = assemble(plan, [block]), assemble(their_plan, [their_block])
+    rank.build("actor", replace(seeing_spec(folder), objective=KtoObjective(settings)))
+    rank.build("reference", replace(seeing_spec(other), optimizer=None, objective=None))
+    column, their_column = (rank.logprobs("reference", each) for each in (shard, others))
+    assert column is not None and their_column is not None
+    whole, reference = Whole(folder, tmp_path), Whole(other, tmp_path)
+
+    def ratio(at: int, answered: int) -> Tensor:
+        shown = (PAIRS[at][1], [PAIRS[at][2], f"{given[answered]['completion']}{END}"])
+        return (whole.says(shown) - reference.says(shown).detach()).sum()
+
+    apart = torch.stack([ratio(at, (at + 1) % 3) for at in range(3)]).mean().item()
+    found = rank.evaluate("actor", others, {"ref_logprobs": their_column})["kto/log_ratio"]
+    assert found == pytest.approx(apart, rel=bounds.loss)
+    kl = 0.4  # in place of the estimate, which may be 0
+    rewards = [settings.beta * (ratio(at, at) - kl) for at in range(3)]
+    losses = [
+        1.5 * (1 - torch.sigmoid(reward)) if row["label"] else 1 - torch.sigmoid(-reward)
+        for reward, row in zip(rewards, given, strict=True)
+    ]
+    loss = torch.stack(losses).mean()
+    assert_step(rank, "actor", shard, {"ref_logprobs": column}, "kto", loss, whole, bounds, kl)
