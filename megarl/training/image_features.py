@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
 from megarl.models.seen import Seen, needs_features
@@ -63,8 +62,6 @@ def make_image_features(
     vision = config.vision
     if vision is None:
         return None
-    if config.head == "score":
-        raise MegarlError("A model that sees images has no head of one score.")
     # A model that is only converted sees nothing.
     wanted = spec.load_weights and any(needs_features(chunk, vision) for chunk in chunks)
     return ImageFeatures(Tower(spec.folder, dtype, device) if wanted else None, spec.layout, tp_rank)

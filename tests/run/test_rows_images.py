@@ -11,13 +11,13 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.data.chat import load_tokenizer
 from megarl.recipe.load import load_recipe
-from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SftRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 from megarl.run.epochs import with_steps
 from megarl.run.preflight import Preflight, preflight, preflight_eval, preflight_supervised
 from tests.support.bad_input import Place, good_place
 from tests.support.sight import picture
 from tests.support.tiny import write_tiny_qwen
-from tests.support.vision import QWEN2_5, QWEN3, write_tiny_vision_model
+from tests.support.vision import QWEN2_5, QWEN3, with_score, write_tiny_vision_model
 
 SFT = """\
 run: {{dir: {root}/runs, name: s}}
@@ -161,9 +161,24 @@ def test_demonstrations_with_images_are_checked_as_prompts_are(place: Place) -> 
     assert preflight_supervised(supervised(place, "data.images_key=null").recipe).rows == 6
 
 
+def test_a_critic_sees_what_the_policy_does(place: Place) -> None:
+    found = checked(place, "algorithm.advantage=gae")
+    assert found.rows == 6 and load_recipe(place.recipe, ["algorithm.advantage=gae"]).recipe.critic is not None
+
+
+def test_adapters_of_a_reward_model_that_sees_are_refused(place: Place) -> None:
+    with_score(place.model, place.root / "scored")
+    place.write_rows(*(row(n, chosen="1", rejected="22") for n in range(6)))
+    text = SFT.replace(", response_key: answer", "").replace("/model,", "/scored,") + "rm: {{}}\n"
+    words = ("actor.micro_batch_tokens=256", "actor.lora={rank: 2}")
+    with pytest.raises(UserError, match=r"scored is a reward model that sees images, .* Remove actor.lora"):
+        preflight_supervised(supervised(place, *words, kind=RmRecipe, text=text).recipe)
+
+
 @pytest.mark.parametrize(
     ("kind", "section", "fields"),
     [
+        (RmRecipe, "rm", {"chosen": "1", "rejected": "22"}),
         (DpoRecipe, "dpo", {"chosen": "1", "rejected": "22"}),
         (KtoRecipe, "kto", {"completion": "22", "label": True}),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.core.layout import Layout
@@ -186,3 +187,24 @@ def reference(
     names = names_of_text(newer, folder)
     found = {text: grad for text, name in names.items() if (grad := newer[name]) is not None}
     return [each.detach() for each in logprobs], found
+
+
+def scored_reference(folder: Path, vision: Vision, made: list[Pictured]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Values of each sequence's tokens, and the gradients of a critic's loss of neighbours as pairs, by the text part's names.
+
+    The model below the head is transformers' own; returns are what `said_before` says.
+    """
+    whole = transformers_model(folder)
+    head = load_file(folder / "model.safetensors")["score.weight"].requires_grad_()
+    whole.lm_head = torch.nn.Identity()
+    values = [transformers_logits(whole, folder, vision, each) @ head[0] for each in made]
+    masks = [torch.tensor(each.example.mask) for each in made]
+    total = torch.zeros(())
+    for value, mask, each in zip(values, masks, made, strict=True):
+        apart = (value - torch.tensor(said_before(each))) ** 2 / 2
+        total = total + (apart * mask).sum() / mask.sum() / len(made)
+    total.backward()  # type: ignore[no-untyped-call]
+    newer = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    found = {text: grad for text, name in names_of_text(newer, folder).items() if (grad := newer[name]) is not None}
+    assert head.grad is not None
+    return [each.detach() for each in values], found | {"score.weight": head.grad}

@@ -18,7 +18,7 @@ import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: F401
 from megarl.core.layout import Layout
 from megarl.models.hf_config import load_model_config
 from megarl.training.rank import Rank
-from megarl.training.spec import DpoObjective
+from megarl.training.spec import DpoObjective, ValueObjective
 from tests.support.platforms import chosen
 from tests.training.seeing import PREFERENCE, paired_shards, pictured_shards, seeing_spec, some_pictured
 
@@ -57,6 +57,10 @@ def measured(rank: Rank, folder: Path, case: str) -> dict[str, Any]:
         rank.build("paired", spec)
         rank.update("paired", shards[place.dp], columns[place.dp])
         found["paired"] = gradients(rank, "paired")
+        spec = replace(spec, folder=folder / "scored", objective=ValueObjective(), head="score")
+        rank.build("critic", spec)
+        rank.update("critic", shards[place.dp], dict.fromkeys(("values", "returns"), columns[place.dp]["ref_logprobs"]))
+        found["critic"] = gradients(rank, "critic")
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.core.types import Column, Shard
@@ -24,9 +25,9 @@ from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import names_of_text
 from megarl.recipe.supervised import Dpo, Kto, PairData, SftData, UnpairedData
 from megarl.training.rank import Rank
-from megarl.training.spec import DpoObjective, KtoObjective
+from megarl.training.spec import DpoObjective, KtoObjective, RewardObjective
 from tests.support.tolerances import Tolerance
-from tests.support.vision import QWEN2_5, QWEN3, png, write_tiny_vision_model
+from tests.support.vision import QWEN2_5, QWEN3, png, with_score, write_tiny_vision_model
 from tests.training.pairs import preference_loss
 from tests.training.seeing import seeing_spec, transformers_model
 
@@ -81,6 +82,9 @@ PAIRS: list[tuple[dict[str, Any], list[str], str]] = [
 ]
 
 
+ANSWERS = (("12", "3"), ("3", "4444"), ("11", "1+1+1"))
+
+
 class Whole:
     """A model of transformers', which resizes images by itself."""
 
@@ -88,12 +92,29 @@ class Whole:
         from transformers import AutoTokenizer
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+        self._names: dict[str, str] = {}
         self._folder, self._images, self._model = folder, images, transformers_model(folder)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._process = Qwen2VLImageProcessorPil.from_pretrained(folder)
 
+    def scored(self, head: Tensor) -> None:
+        """Give the model this head of one score."""
+        self._names = {"lm_head.weight": "score.weight"}
+        self._model.lm_head = torch.nn.Linear(head.shape[1], 1, bias=False)
+        self._model.lm_head.weight = torch.nn.Parameter(head)
+
+    def score(self, shown: Shown) -> Tensor:
+        """That of the last token."""
+        return self._read(shown)[0][0, -1, 0]
+
     def says(self, shown: Shown) -> Tensor:
         """Log-probs of the tokens that are learned: [n]."""
+        logits, tokens, learned = self._read(shown)
+        each = -torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="none")
+        return each[torch.tensor(learned[1:]) == 1]
+
+    def _read(self, shown: Shown) -> tuple[Tensor, Tensor, list[int]]:
+        """Logits, [1, L, n], of the tokens, [1, L]; and which of these are learned."""
         names, texts = shown
         opened = [Image.open(self._images / name) for name in names]
         pictures: dict[str, Any] = dict(self._process(images=opened, return_tensors="pt")) if opened else {}
@@ -108,16 +129,16 @@ class Whole:
             ids += self._tokenizer(whole, add_special_tokens=False)["input_ids"]
             learned += [place % 2] * (len(ids) - len(learned))
         tokens, mark = torch.tensor([ids]), self._tokenizer.convert_tokens_to_ids("<|image_pad|>")
-        logits = self._model(input_ids=tokens, mm_token_type_ids=(tokens == mark).int(), **pictures).logits[0, :-1]
-        each = -torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
-        return each[torch.tensor(learned[1:]) == 1]
+        logits = self._model(input_ids=tokens, mm_token_type_ids=(tokens == mark).int(), **pictures).logits
+        return logits, tokens, learned
 
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
         """Of the loss, by the text part's names."""
         loss.backward()  # type: ignore[no-untyped-call]
         named = {name: parameter.grad for name, parameter in self._model.named_parameters()}
         names = names_of_text(named, self._folder).items()
-        return {text: grad for text, name in names if (grad := named[name]) is not None}
+        found = {text: grad for text, name in names if (grad := named[name]) is not None}
+        return {self._names.get(text, text): grad for text, grad in found.items()}
 
 
 def write(root: Path, rows: list[dict[str, Any]]) -> Path:
@@ -208,7 +229,7 @@ def test_every_loss_of_pairs_is_that_of_transformers_and_a_reference_that_sees(
         return whole.says(shown), reference.says(shown).detach()
 
     losses = []
-    for (row, names, text), answers in zip(PAIRS, (("12", "3"), ("3", "4444"), ("11", "1+1+1")), strict=True):
+    for (row, names, text), answers in zip(PAIRS, ANSWERS, strict=True):
         each = (said(names, text, answer) for answer in answers)
         losses.append(preference_loss(settings, *each, margin=row.get("margin", 0.0)))
     loss = torch.stack(losses).mean()
@@ -252,3 +273,22 @@ def test_the_loss_of_labelled_answers_is_that_of_transformers_and_so_is_its_kl(
     ]
     loss = torch.stack(losses).mean()
     assert_step(rank, "actor", shard, {"ref_logprobs": column}, "kto", loss, whole, bounds, kl)
+
+
+def test_the_loss_of_a_reward_model_that_sees_is_that_of_transformers_and_a_head(
+    rank: Rank, two_models: tuple[Path, Path], tmp_path: Path, bounds: Tolerance
+) -> None:
+    folder = with_score(two_models[0], tmp_path / "scored")
+    file = write(tmp_path, [row for row, _, _ in PAIRS])
+    pairs = load_pairs(file, folder, PairData(train=file), load_model_config(folder).vision).rows
+    images = RowImages().of([side for pair in pairs for side in (pair.chosen, pair.rejected)])
+    [(plan, block)] = pack_pairs(pairs, images, num_shards=1, micro_batch_tokens=96, scored=True)
+    rank.build("rm", replace(seeing_spec(folder), objective=RewardObjective(0.05), head="score"))
+    whole = Whole(folder, tmp_path)
+    whole.scored(load_file(folder / "model.safetensors")["score.weight"])
+    losses = []
+    for (row, names, text), answers in zip(PAIRS, ANSWERS, strict=True):
+        better, worse = (whole.score((names, [text, f"{answer}{END}"])) for answer in answers)
+        lead = better - worse - row.get("margin", 0.0)
+        losses.append(-torch.log(torch.sigmoid(lead)) + 0.05 * (better + worse) ** 2)
+    assert_step(rank, "rm", assemble(plan, [block]), {}, "rm", torch.stack(losses).mean(), whole, bounds)
