@@ -28,6 +28,8 @@ SHORTEST_BASE64 = 64  # characters: no image is so small
 MOST_FITS = 32
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and those of its values that exchange width and height
 SHOWN = 300  # characters of a path, or of what PIL says, in an error
+# How whole files of a format end; of others nothing but decoding tells.
+ENDS = {"JPEG": b"\xff\xd9", "JPEG2000": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82", "GIF": b";"}
 
 
 class Sight(Protocol):
@@ -57,8 +59,9 @@ class Sight(Protocol):
 
 
 def row_images(row: Row, key: str, sight: Sight) -> tuple[Image, ...]:
-    """The images of a row's field: a list of them, or one; none where it is missing or null. Only headers are read.
+    """The images of a row's field: a list of them, or one; none where it is missing or null.
 
+    Headers and ends of files are read; what does not end as its format does is decoded, to know whether it is whole.
     Raises UserError naming file, line, field and the image's number.
     """
     value = field_of(row.fields, key)
@@ -125,12 +128,26 @@ def _image(given: object, folder: Path, where: str, sight: Sight) -> Image:
             width, height = opened.size
             if _orientation(opened) in SIDEWAYS:
                 width, height = height, width
+            if not _ends(source, opened.format):
+                opened.load()
     except Exception as error:  # as of `png`
         raise _unreadable(source, where, error) from error
     try:
         return Image(source, *_settled(width, height, sight))
     except ValueError as error:
         raise UserError(f"{where}: {error}. Cut the image, or leave the row out.") from error
+
+
+def _ends(source: Path | bytes, kind: str | None) -> bool:
+    """Whether it ends as whole files of its format do: one that was cut off in a download does not, as its header may."""
+    end = ENDS.get(str(kind))
+    if end is None:
+        return True
+    if isinstance(source, bytes):
+        return source.endswith(end)
+    with source.open("rb") as file:
+        file.seek(-len(end), io.SEEK_END)
+        return file.read() == end
 
 
 def _orientation(opened: PIL.Image.Image) -> int | None:

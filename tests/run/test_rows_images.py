@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,19 @@ def test_pairs_and_labelled_answers_with_images_are_checked_as_demonstrations_ar
     (place.root / "a.png").write_bytes(b"no image")
     with pytest.raises(UserError, match=r"line 2, field 'images', image 1: .* cannot be decoded as an image"):
         found()
+
+
+def test_a_tower_that_is_not_the_configs_is_found_before_a_device_is_taken(place: Place) -> None:
+    tower = place.root / "tower"
+    shutil.copytree(place.model, tower)
+    said = json.loads((tower / "config.json").read_text())
+    said["vision_config"]["depth"] += 1
+    (tower / "config.json").write_text(json.dumps(said))
+    found = r"The vision tower in .*tower is not that of its config.json: its \d+ tensors have [\d,]+ numbers, and vision_config"
+    with pytest.raises(UserError, match=found):
+        checked(place, f"model.path={tower}")
+    with pytest.raises(UserError, match=found):
+        preflight_supervised(supervised(place, f"model.path={tower}").recipe)
 
 
 def test_a_model_of_text_is_trained_on_rows_that_have_images_besides(tmp_path: Path) -> None:
