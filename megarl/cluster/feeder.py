@@ -17,7 +17,6 @@ from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.types import BatchInfo, Block, ShardPlan
 from megarl.data.pack import Packed
 from megarl.data.pack_rows import pack_pairs, pack_sft, pack_unpaired
-from megarl.data.row_images import RowImages
 from megarl.data.row_set import RowSource
 from megarl.data.supervised import Rows, demonstrations_of, load_supervised, rows_by_set
 from megarl.data.unpaired import mismatched
@@ -38,7 +37,6 @@ class FeederActor:
         rows: Any = self._load(recipe.data.train)
         sets, data = rows_by_set(rows, recipe.data), recipe.data
         self._source: RowSource[Any] = RowSource(rows, recipe.run.seed, shuffle=data.shuffle, sets=sets, mix=data.mix)
-        self._images = RowImages()
 
     def facts(self) -> ProcessFacts:
         """Where this process runs."""
@@ -51,11 +49,7 @@ class FeederActor:
         lengths = [len(each.token_ids) for row in rows for each in demonstrations_of(row)]
         scores, frozen = isinstance(self._recipe, RmRecipe), self._recipe.actor.lora is not None
         flops = train_flops(self._model, lengths, weight_gradients=not frozen, scores=scores)
-        packed = self._packed(rows, step, {"data/epoch": self._source.epoch, "perf/train_flops": flops})
-        if step < train.steps:
-            coming = self._source.coming(train.batch_samples)
-            self._images.begin([each for row in coming for each in demonstrations_of(row)])
-        return packed
+        return self._packed(rows, step, {"data/epoch": self._source.epoch, "perf/train_flops": flops})
 
     def held_out(self) -> tuple[BatchInfo | ShardPlan | Block, ...]:
         """All held-out rows, as `take` gives those of a step."""
@@ -72,16 +66,15 @@ class FeederActor:
     ) -> tuple[BatchInfo | ShardPlan | Block, ...]:
         sizes = {"num_shards": self._num_shards, "micro_batch_tokens": self._recipe.actor.micro_batch_tokens}
         data, others = self._recipe.data, list[Packed]()
-        texts = [each for row in rows for each in demonstrations_of(row)]
-        images = self._images.of(texts)
         if isinstance(data, PairData):
-            packed = pack_pairs(rows, images, scored=isinstance(self._recipe, RmRecipe), **sizes)
+            packed = pack_pairs(rows, scored=isinstance(self._recipe, RmRecipe), **sizes)
         elif isinstance(data, UnpairedData):
-            packed = pack_unpaired(rows, images, **sizes)
-            if estimates_kl(self._recipe):  # each prompt is there again, and so are its images
-                others = pack_unpaired(mismatched(rows, data.max_tokens), images, **sizes)
+            packed = pack_unpaired(rows, **sizes)
+            if estimates_kl(self._recipe):
+                others = pack_unpaired(mismatched(rows, data.max_tokens), **sizes)
         else:
-            packed = pack_sft(rows, images, **sizes)
+            packed = pack_sft(rows, **sizes)
+        texts = [each for row in rows for each in demonstrations_of(row)]
         tokens, trained = sum(len(each.token_ids) for each in texts), sum(int(each.loss_mask.sum()) for each in texts)
         info = BatchInfo(
             step=step,

@@ -21,28 +21,22 @@ if TYPE_CHECKING:
 
 def pack_sft(
     demonstrations: Sequence[Demonstration],
-    images: Sequence[tuple[bytes, ...]],
     *,
     num_shards: int,
     micro_batch_tokens: int,
 ) -> list[Packed]:
-    """Demonstrations of one optimizer step, as one mini-batch whose loss is the mean over all trained tokens.
-
-    images: of each demonstration, as a MicroBatch has them.
-    """
+    """Demonstrations of one optimizer step, as one mini-batch whose loss is the mean over all trained tokens."""
     counts = [int(each.loss_mask[1:].sum()) for each in demonstrations]
     dealt = _deal_rows(demonstrations, counts, 1, num_shards, micro_batch_tokens, "token-mean")
 
     def block(part: IntArray, weights: FloatArray) -> Block:
-        rows, pictures = ([each[index] for index in part] for each in (demonstrations, images))
-        return row_block(rows, part, weights, images=pictures)
+        return row_block([demonstrations[index] for index in part], part, weights)
 
     return packed(dealt, block)
 
 
 def pack_pairs(
     pairs: Sequence[Pair],
-    images: Sequence[tuple[bytes, ...]],
     *,
     num_shards: int,
     micro_batch_tokens: int,
@@ -51,7 +45,6 @@ def pack_pairs(
     """Pairs of one optimizer step, as one mini-batch. Pair i is the sequences 2i (chosen) and 2i + 1 (rejected).
 
     The two of a pair are neighbours in one micro-batch. The weights of a pair's positions add up to 1 / number of pairs.
-    images: of each sequence, as a MicroBatch has them: a block holds those that two share once.
     scored: the mask marks the last token, where a score head is read; otherwise the response's labels.
 
     No pair may be longer than `micro_batch_tokens` (the recipe check sees to it).
@@ -62,26 +55,19 @@ def pack_pairs(
     dealt = _deal_rows(sides, counts, 2, num_shards, micro_batch_tokens, "sequence-mean")
 
     def block(part: IntArray, weights: FloatArray) -> Block:
-        rows, pictures = ([each[index] for index in part] for each in (sides, images))
-        return row_block(rows, part, weights, margins[part], scored=scored, images=pictures)
+        return row_block([sides[index] for index in part], part, weights, margins[part], scored=scored)
 
     return packed(dealt, block)
 
 
-def pack_unpaired(
-    rows: Sequence[Unpaired], images: Sequence[tuple[bytes, ...]], *, num_shards: int, micro_batch_tokens: int
-) -> list[Packed]:
-    """Labelled answers of one optimizer step, as one mini-batch. The weights of an answer's positions add up to 1 / rows.
-
-    images: of each row, as a MicroBatch has them.
-    """
+def pack_unpaired(rows: Sequence[Unpaired], *, num_shards: int, micro_batch_tokens: int) -> list[Packed]:
+    """Labelled answers of one optimizer step, as one mini-batch. The weights of an answer's positions add up to 1 / rows."""
     answers, desirable = [row.answer for row in rows], np.array([row.desirable for row in rows], np.float32)
     counts = [int(answer.loss_mask[1:].sum()) for answer in answers]
     dealt = _deal_rows(answers, counts, 1, num_shards, micro_batch_tokens, "sequence-mean")
 
     def block(part: IntArray, weights: FloatArray) -> Block:
-        mine, pictures = ([each[index] for index in part] for each in (answers, images))
-        return row_block(mine, part, weights, desirable=desirable[part], images=pictures)
+        return row_block([answers[index] for index in part], part, weights, desirable=desirable[part])
 
     return packed(dealt, block)
 

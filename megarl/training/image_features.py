@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megarl.core.layout import Layout
+from megarl.core.types import Picture
 from megarl.models.config import ModelConfig
 from megarl.models.seen import Seen, needs_features
 from megarl.models.vision_tower import Tower
@@ -46,13 +47,13 @@ class ImageFeatures:
             part = batch.num_tokens // self._layout.tp
             mine = rows // part == self._tp_rank
             rows, squares = rows[mine] - self._tp_rank * part, squares[mine]
-        return Seen(images.positions, rows, self._features(images.pngs, squares))
+        return Seen(images.positions, rows, self._features(images.pictures, squares))
 
-    def _features(self, pngs: Sequence[bytes], squares: Tensor) -> Tensor | None:
+    def _features(self, pictures: Sequence[Picture], squares: Tensor) -> Tensor | None:
         """[1 + deepstack, n, hidden], of these of all squares of the images."""
         if self._tower is None:
             return None
-        return torch.cat([self._tower.features(png) for png in pngs], dim=1)[:, squares]
+        return torch.cat([self._tower.features(picture) for picture in pictures], dim=1)[:, squares]
 
 
 def make_image_features(

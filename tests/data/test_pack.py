@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,9 +101,9 @@ def test_an_array_of_a_micro_batch_has_the_declared_type() -> None:
     (micro,) = micro_batches(shard)
     assert micro.margins is None and micro.desirable is None, "samples are neither pairs nor labelled"
     assert micro.images is None, "no sample has images"
-    [of_pairs] = micro_batches(whole(packed_pairs([make_pair(3, 2)], **pairs_options()))[0])
+    [of_pairs] = micro_batches(whole(pack_pairs([make_pair(3, 2)], **pairs_options()))[0])
     labelled = [make_labelled(1, desirable=True)]
-    [of_labelled] = micro_batches(whole(packed_labelled(labelled, num_shards=1, micro_batch_tokens=64))[0])
+    [of_labelled] = micro_batches(whole(pack_unpaired(labelled, num_shards=1, micro_batch_tokens=64))[0])
     micro = replace(micro, margins=of_pairs.margins, desirable=of_labelled.desirable)
     arrays = [name for name in MicroBatch.__dataclass_fields__ if name != "images"]
     types = {name: str(getattr(micro, name).dtype) for name in arrays}
@@ -203,7 +204,7 @@ def test_no_samples_are_no_mini_batches() -> None:
 def test_demonstrations_train_the_mean_over_their_tokens() -> None:
     first = Demonstration("a", np.array([5, 6, 7]), np.array([0, 1, 1], np.uint8))
     second = Demonstration("b", np.array([8, 9]), np.array([0, 1], np.uint8))
-    (shard,) = whole(pack_sft([first, second], [(), ()], num_shards=1, micro_batch_tokens=8))
+    (shard,) = whole(pack_sft([first, second], num_shards=1, micro_batch_tokens=8))
     (micro,) = micro_batches(shard)
     assert micro.labels.tolist() == [6, 7, 0, 9, 0]
     np.testing.assert_allclose(micro.weights, np.array([1, 1, 0, 1, 0]) / 3, rtol=1e-6)
@@ -211,20 +212,19 @@ def test_demonstrations_train_the_mean_over_their_tokens() -> None:
 
 
 def test_demonstrations_have_their_images_beside_them_wherever_they_are_dealt_to() -> None:
-    image = Image(b"", 8, 4)
+    images = {name: Image(name.encode(), 8, 4) for name in "abC"} | {"d": Image(Path("d.png"), 8, 4, "line 4")}
     rows = [
-        Demonstration(name, np.full(size, size, np.int32), np.ones(size, np.uint8), (image,) * count)
-        for name, size, count in (("a", 3, 1), ("b", 4, 0), ("c", 5, 2), ("d", 6, 1))
+        Demonstration(names, np.full(size, size, np.int32), np.ones(size, np.uint8), tuple(map(images.get, names)))
+        for size, names in ((3, "a"), (4, ""), (5, "bC"), (6, "d"))
     ]
-    images = [(b"a",), (), (b"c", b"C"), (b"d",)]
-    shards = whole(pack_sft(rows, images, num_shards=2, micro_batch_tokens=8))
-    found = {}
+    shards = whole(pack_sft(rows, num_shards=2, micro_batch_tokens=8))
+    found: dict[int, Any] = {}
     for micro in (micro for shard in shards for micro in micro_batches(shard)):
         sizes = np.diff(micro.cu_seqlens).tolist()
         found |= dict(zip(sizes, micro.images or [()] * len(sizes), strict=True))
-    assert found == {3: (b"a",), 4: (), 5: (b"c", b"C"), 6: (b"d",)}
-    with pytest.raises(AssertionError, match="row c is without its images"):
-        pack_sft(rows, [*images[:2], (b"c",), images[3]], num_shards=1, micro_batch_tokens=32)
+    there = replace(images["d"], source=Path.cwd() / "d.png")  # other processes are in other folders
+    assert found == {3: (images["a"],), 4: (), 5: (images["b"], images["C"]), 6: (there,)}
+    assert found[6][0].where == "line 4"
 
 
 @st.composite
@@ -342,22 +342,12 @@ def make_pair(chosen: int, rejected: int, margin: float = 0.0) -> Pair:
     return Pair(side(10, chosen), side(20, rejected), margin)
 
 
-def packed_labelled(rows: list[Unpaired], **options: Any) -> list[tuple[ShardPlan, Block]]:
-    """Labelled answers of text alone."""
-    return pack_unpaired(rows, [()] * len(rows), **options)
-
-
-def packed_pairs(pairs: list[Pair], **options: Any) -> list[tuple[ShardPlan, Block]]:
-    """Pairs of text alone."""
-    return pack_pairs(pairs, [()] * (2 * len(pairs)), **options)
-
-
 def pairs_options(**changed: Any) -> dict[str, Any]:
     return {"num_shards": 1, "micro_batch_tokens": 64, "scored": False} | changed
 
 
 def test_a_pairs_responses_are_marked_and_weigh_one_over_the_pairs_together() -> None:
-    (shard,) = whole(packed_pairs([make_pair(2, 1, 0.5), make_pair(1, 4)], **pairs_options()))
+    (shard,) = whole(pack_pairs([make_pair(2, 1, 0.5), make_pair(1, 4)], **pairs_options()))
     (micro,) = micro_batches(shard)
     assert micro.tokens.tolist() == [1, 2, 10, 11, 1, 2, 20, 1, 2, 10, 1, 2, 20, 21, 22, 23]
     assert micro.cu_seqlens.tolist() == [0, 4, 7, 10, 16]
@@ -369,7 +359,7 @@ def test_a_pairs_responses_are_marked_and_weigh_one_over_the_pairs_together() ->
 
 
 def test_a_scored_pair_is_marked_at_its_last_tokens() -> None:
-    (shard,) = whole(packed_pairs([make_pair(2, 1)], **pairs_options(scored=True)))
+    (shard,) = whole(pack_pairs([make_pair(2, 1)], **pairs_options(scored=True)))
     (micro,) = micro_batches(shard)
     assert micro.loss_mask.tolist() == [0, 0, 0, 1, 0, 0, 1]
     assert micro.weights.tolist() == [0, 0, 0, 0.5, 0, 0, 0.5]
@@ -384,7 +374,7 @@ def test_the_two_of_a_pair_are_neighbours_whatever_the_cut(
     sizes: list[tuple[int, int, float]], num_shards: int, scored: bool
 ) -> None:
     pairs = [make_pair(*size) for size in sizes]
-    shards = whole(packed_pairs(pairs, **pairs_options(num_shards=num_shards, micro_batch_tokens=44, scored=scored)))
+    shards = whole(pack_pairs(pairs, **pairs_options(num_shards=num_shards, micro_batch_tokens=44, scored=scored)))
     assert len({len(micro_batches(shard)) for shard in shards}) == 1
     seen: list[int] = []
     for micro in (micro for shard in shards for micro in micro_batches(shard)):
@@ -403,7 +393,7 @@ def test_the_two_of_a_pair_are_neighbours_whatever_the_cut(
 
 def test_a_pair_over_the_budget_is_asserted() -> None:
     with pytest.raises(AssertionError, match="11 tokens that stay together, over micro_batch_tokens=10"):
-        packed_pairs([make_pair(3, 4)], **pairs_options(micro_batch_tokens=10))
+        pack_pairs([make_pair(3, 4)], **pairs_options(micro_batch_tokens=10))
 
 
 def make_labelled(length: int, *, desirable: bool) -> Unpaired:
@@ -413,7 +403,7 @@ def make_labelled(length: int, *, desirable: bool) -> Unpaired:
 
 def test_labelled_answers_weigh_one_over_the_rows_each() -> None:
     rows = [make_labelled(2, desirable=True), make_labelled(1, desirable=False)]
-    (shard,) = whole(packed_labelled(rows, num_shards=1, micro_batch_tokens=64))
+    (shard,) = whole(pack_unpaired(rows, num_shards=1, micro_batch_tokens=64))
     (micro,) = micro_batches(shard)
     assert micro.tokens.tolist() == [1, 2, 10, 11, 1, 2, 10]
     assert micro.weights.tolist() == [0, 0.25, 0.25, 0, 0, 0.5, 0]
@@ -426,7 +416,7 @@ def test_labelled_answers_weigh_one_over_the_rows_each() -> None:
 )
 def test_labelled_answers_keep_their_labels_whatever_the_cut(rows: list[tuple[int, bool]], num_shards: int) -> None:
     made = [make_labelled(length, desirable=desirable) for length, desirable in rows]
-    shards = whole(packed_labelled(made, num_shards=num_shards, micro_batch_tokens=22))
+    shards = whole(pack_unpaired(made, num_shards=num_shards, micro_batch_tokens=22))
     found, total = {}, 0.0
     for micro in (micro for shard in shards for micro in micro_batches(shard)):
         assert micro.desirable is not None and len(micro.desirable) == len(micro.cu_seqlens) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import pickle
 from pathlib import Path
@@ -16,7 +17,6 @@ from megarl.data.image_places import collapsed
 from megarl.data.pack import assemble
 from megarl.data.pack_rows import pack_pairs
 from megarl.data.pairs import Pair, check_pairs, load_pairs
-from megarl.data.row_images import RowImages
 from megarl.data.row_set import RowSet
 from megarl.data.unpaired import Unpaired, check_unpaired, load_unpaired, mismatched
 from megarl.models.vision import Vision
@@ -100,22 +100,23 @@ def test_without_a_place_images_stand_before_the_text(file: Path, tokenizer: Any
         assert f"{OPENS}{SHOWN}q" in tokenizer.decode(collapsed(side.token_ids, sight.image_token))
 
 
-def test_what_answers_share_is_made_once_and_goes_once(file: Path, sight: Vision) -> None:
-    """Chosen and rejected answers have one PNG of each image, in memory, on their way, and where they arrive."""
-    (file.parent / "large.png").write_bytes(picture(800, 800))
+def test_what_answers_share_goes_once_and_no_pixels_of_it(file: Path, sight: Vision) -> None:
+    """Bytes of the row, in memory, on their way, and where they arrive; of a file its name."""
+    large = picture(800, 800)
+    (file.parent / "large.png").write_bytes(large)
     text = {"prompt": "q", "chosen": "r", "rejected": "s"}
     seeing = Vision(sight.image_token, sight.start_token, sight.end_token, 40, 1600, 640_000, (2, 3, 3))
-    pairs = load(file, seeing, text | {"images": "large.png"}, text).rows
-    images = RowImages().of([side for pair in pairs for side in (pair.chosen, pair.rejected)])
-    assert images[0] is images[1] and images[2:] == [(), ()]
-    [(plan, block)] = pack_pairs(pairs, images, num_shards=1, micro_batch_tokens=1024, scored=False)
-    back: Block = pickle.loads(data := pickle.dumps(block, protocol=5))
-    assert len(images[0][0]) < len(data) < 1.1 * len(images[0][0])
-    [micro] = assemble(plan, [back]).mini_batches[0].micro_batches
-    shown = [its for its in micro.images or () if its]
-    assert len(shown) == 2 and shown[0][0] is shown[1][0] and shown[0] == images[0]
-    lengths = np.diff(micro.cu_seqlens).tolist()
-    assert [bool(its) for its in micro.images or ()] == [length > 100 for length in lengths]
+    inside = base64.b64encode(large).decode()
+    for given, size in ((inside, len(large)), ("large.png", 0)):
+        pairs = load(file, seeing, text | {"images": given}, text).rows
+        [(plan, block)] = pack_pairs(pairs, num_shards=1, micro_batch_tokens=1024, scored=False)
+        back: Block = pickle.loads(data := pickle.dumps(block, protocol=5))
+        assert size <= len(data) < size + 20_000
+        [micro] = assemble(plan, [back]).mini_batches[0].micro_batches
+        shown = [its for its in micro.images or () if its]
+        assert len(shown) == 2 and shown[0] == shown[1] == pairs[0].chosen.images
+        lengths = np.diff(micro.cu_seqlens).tolist()
+        assert [bool(its) for its in micro.images or ()] == [length > 100 for length in lengths]
 
 
 def test_the_limit_counts_images_and_another_image_is_another_pair(file: Path, sight: Vision) -> None:

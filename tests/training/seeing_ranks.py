@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "pp2 cp2": (Layout(pp=2, cp=2, world_size=4), {"recompute": "full"}),
 }
 # Where the two of a pair are compared over ranks as well.
-PAIRED = ("dp2", "tp2 sp cp2", "pp2 cp2")
+PAIRED = ("tp2 sp cp2", "pp2 cp2")
 
 
 def measured(rank: Rank, folder: Path, case: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,11 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megarl.core.errors import UserError
 from megarl.core.types import Column, Shard
 from megarl.data.pack import assemble
 from megarl.data.pack_rows import pack_pairs, pack_sft, pack_unpaired
 from megarl.data.pairs import load_pairs
-from megarl.data.row_images import RowImages
 from megarl.data.sft import load_demonstrations
 from megarl.data.unpaired import load_unpaired, mismatched
 from megarl.models.hf_config import load_model_config
@@ -178,9 +177,9 @@ def test_loss_and_gradients_of_rows_are_those_of_transformers(
     folder = write_tiny_vision_model(tmp_path / "model", architecture, seed=5)
     file = write(tmp_path, [row for row, _ in ROWS])
     rows = load_demonstrations(file, folder, SftData(train=file), load_model_config(folder).vision).rows
-    sizes = [Image.open(io.BytesIO(each)).size for each in RowImages().of(rows)[0]]
+    sizes = [(each.width, each.height) for each in rows[0].images]
     assert sizes != [SIZES["a"], SIZES["b"]], "these are resized"
-    [(plan, block)] = pack_sft(rows, RowImages().of(rows), num_shards=1, micro_batch_tokens=96)
+    [(plan, block)] = pack_sft(rows, num_shards=1, micro_batch_tokens=96)
     rank.build("actor", seeing_spec(folder))
     whole = Whole(folder, tmp_path)
     loss = -torch.cat([whole.says(each) for each in CHATS]).mean()
@@ -215,8 +214,7 @@ def test_every_loss_of_pairs_is_that_of_transformers_and_a_reference_that_sees(
     folder, other = two_models
     file = write(tmp_path, [row for row, _, _ in PAIRS])
     pairs = load_pairs(file, folder, PairData(train=file), load_model_config(folder).vision).rows
-    images = RowImages().of([side for pair in pairs for side in (pair.chosen, pair.rejected)])
-    [(plan, block)] = pack_pairs(pairs, images, num_shards=1, micro_batch_tokens=96, scored=False)
+    [(plan, block)] = pack_pairs(pairs, num_shards=1, micro_batch_tokens=96, scored=False)
     shard = assemble(plan, [block])
     rank.build("actor", replace(seeing_spec(folder), objective=DpoObjective(settings)))
     rank.build("reference", replace(seeing_spec(other), optimizer=None, objective=None))
@@ -247,10 +245,9 @@ def test_the_loss_of_labelled_answers_is_that_of_transformers_and_so_is_its_kl(
     file = write(tmp_path, [{key: row[key] for key in row if key not in ("chosen", "rejected")} for row in given])
     data = UnpairedData(train=file)
     rows = load_unpaired(file, folder, data, load_model_config(folder).vision).rows
-    images = RowImages().of([row.answer for row in rows])
     sizes = {"num_shards": 1, "micro_batch_tokens": 64}
-    [(plan, block)] = pack_unpaired(rows, images, **sizes)
-    [(their_plan, their_block)] = pack_unpaired(mismatched(rows, data.max_tokens), images, **sizes)
+    [(plan, block)] = pack_unpaired(rows, **sizes)
+    [(their_plan, their_block)] = pack_unpaired(mismatched(rows, data.max_tokens), **sizes)
     shard, others = assemble(plan, [block]), assemble(their_plan, [their_block])
     rank.build("actor", replace(seeing_spec(folder), objective=KtoObjective(settings)))
     rank.build("reference", replace(seeing_spec(other), optimizer=None, objective=None))
@@ -281,8 +278,7 @@ def test_the_loss_of_a_reward_model_that_sees_is_that_of_transformers_and_a_head
     folder = with_score(two_models[0], tmp_path / "scored")
     file = write(tmp_path, [row for row, _, _ in PAIRS])
     pairs = load_pairs(file, folder, PairData(train=file), load_model_config(folder).vision).rows
-    images = RowImages().of([side for pair in pairs for side in (pair.chosen, pair.rejected)])
-    [(plan, block)] = pack_pairs(pairs, images, num_shards=1, micro_batch_tokens=96, scored=True)
+    [(plan, block)] = pack_pairs(pairs, num_shards=1, micro_batch_tokens=96, scored=True)
     rank.build("rm", replace(seeing_spec(folder), objective=RewardObjective(0.05), head="score"))
     whole = Whole(folder, tmp_path)
     whole.scored(load_file(folder / "model.safetensors")["score.weight"])
@@ -292,3 +288,18 @@ def test_the_loss_of_a_reward_model_that_sees_is_that_of_transformers_and_a_head
         lead = better - worse - row.get("margin", 0.0)
         losses.append(-torch.log(torch.sigmoid(lead)) + 0.05 * (better + worse) ** 2)
     assert_step(rank, "rm", assemble(plan, [block]), {}, "rm", torch.stack(losses).mean(), whole, bounds)
+
+
+def test_an_image_that_is_damaged_is_told_with_its_row(
+    rank: Rank, two_models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    file = write(tmp_path, [row for row, _ in ROWS])
+    data = (tmp_path / "c.png").read_bytes()
+    (tmp_path / "c.png").write_bytes(data[:3000] + bytes(300) + data[3300:])
+    rows = load_demonstrations(file, two_models[0], SftData(train=file), load_model_config(two_models[0]).vision).rows
+    [(plan, block)] = pack_sft(rows, num_shards=1, micro_batch_tokens=256)
+    rank.build("actor", seeing_spec(two_models[0]))
+    with pytest.raises(
+        UserError, match=r"rows.jsonl, line [24], field 'images', image [12]: .*c.png cannot be decoded"
+    ):
+        rank.update("actor", assemble(plan, [block]), {})
