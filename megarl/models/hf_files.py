@@ -30,6 +30,7 @@ MAX_PREDICTION_LAYERS = 8
 # Families whose layers for further tokens have names of their own, and how these begin.
 PREDICTING = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), "mtp.") | {"ernie4_5_moe": "model.mtp_"}
 AGAIN = "Copy or export the model again."
+TOWER = "visual."  # of the names of a vision tower's tensors, behind what else may stand in front
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK_BYTES = 4 * 2**20
 
@@ -169,8 +170,16 @@ def of_model(index: dict[str, TensorInfo], folder: Path, config: ModelConfig) ->
     if config.vision is None:
         return index
     names = names_of_text(index, folder)
-    if len(names) == len(index):
+    tower = [info for name, info in index.items() if TOWER in name]
+    if not tower:
         raise UserError(f"The weights in {folder} have no vision tower: they are of the text part alone. {AGAIN}")
+    # By their number alone: what transformers would make of the config takes torch, seconds of every start.
+    found = sum(math.prod(info.shape) for info in tower)
+    if found != config.vision.tower_elements:
+        raise UserError(
+            f"The vision tower in {folder} is not that of its config.json: its {len(tower)} tensors have {found:,} numbers, and "
+            f"vision_config is of a tower of {config.vision.tower_elements:,}. {AGAIN}"
+        )
     return {text: index[name] for text, name in names.items()}
 
 

@@ -25,7 +25,7 @@ from megarl.models.hf_fp8 import QUANTIZATION
 from megarl.models.hf_header import header_bytes
 from megarl.models.hf_read import DTYPES
 from megarl.models.hf_weights import Bucket
-from megarl.models.multimodal import whole_name
+from megarl.models.multimodal import scored_multimodal, whole_name
 from megarl.models.rules import expected_tensors
 from megarl.models.score_padding import name_padding
 from megarl.models.tensor_copy import write_tensors
@@ -69,7 +69,7 @@ def save_hf(
         dtype = shards.finish()
         write_config(source_folder / CONFIG, temporary / CONFIG, str(dtype).removeprefix("torch."), config)
         copy_beside(source_folder, temporary, sees=config.vision is not None)
-        if config.head == "score":
+        if config.head == "score" and config.vision is None:  # transformers reads no score of others
             name_padding(temporary, target_folder)
         sync_tree(temporary)
     if target_folder.exists():
@@ -106,7 +106,8 @@ def write_config(source: Path, target: Path, dtype: str, config: ModelConfig) ->
     if isinstance(raw["architectures"], str):
         raw["architectures"] = [raw["architectures"]]  # as transformers wants it
     if config.head == "score":
-        names = [score_architecture(config.architecture)]
+        seeing = config.vision is not None
+        names = [*map(scored_multimodal, raw["architectures"])] if seeing else [score_architecture(config.architecture)]
         raw |= {"architectures": names, "id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}}
         for key in LABELS:
             raw.pop(key, None)

@@ -14,15 +14,15 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.mix import RowsBySet
 from megarl.data.pairs import Pair
 from megarl.data.prompts import MESSAGES_KEY, PromptSet, load_prompts
-from megarl.data.rows import field_of, place_of, read_rows
+from megarl.data.rows import place_of
 from megarl.data.supervised import Rows
 from megarl.data.unpaired import FEWEST_ROWS, Unpaired
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import load_model_config
-from megarl.models.recipe_vision import IMAGES_KEY, sight_of
+from megarl.models.recipe_vision import sight_of
 from megarl.recipe.keep_rules import set_of
 from megarl.recipe.schema import Recipe
-from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SftRecipe, SupervisedRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SupervisedRecipe
 from megarl.rewards.check import check_rendered, compares_answers
 from megarl.rewards.row_choice import check_choice, first_ungraded
 
@@ -62,16 +62,6 @@ def check_seen(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
         if folder is not None and load_model_config(folder).vision is None:
             raise UserError(
                 f"{row}, and {role}.path {folder} is a model that sees none. Name another, or leave such rows out."
-            )
-
-
-def check_blind(recipe: SupervisedRecipe, path: Path, model: ModelConfig) -> None:
-    """Raises UserError for a row with images in training on pairs or labels, which shows none to a model that could see them."""
-    for row in read_rows(path) if model.vision is not None and not isinstance(recipe, SftRecipe) else ():
-        if field_of(row.fields, IMAGES_KEY):  # others may be written with an empty list
-            raise UserError(
-                f"{row.where}, field {IMAGES_KEY!r}: images are shown to a model in `megarl train` and `megarl sft` alone. Leave "
-                "such rows out, or remove the field where the text is enough."
             )
 
 

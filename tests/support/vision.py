@@ -155,6 +155,24 @@ def write_tiny_vision_model(
     return folder
 
 
+def with_score(folder: Path, target: Path, seed: int = 0) -> Path:
+    """The model again, with a head of one score in the place of the vocabulary; returns the new folder."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, target)
+    raw = json.loads((target / "config.json").read_text())
+    raw["architectures"] = [raw["architectures"][0].replace("ConditionalGeneration", "SequenceClassification")]
+    (target / "config.json").write_text(json.dumps(raw | {"id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}}))
+    tensors = load_file(target / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    generator = torch.Generator().manual_seed(seed)
+    tensors["score.weight"] = torch.randn((1, TEXT["hidden_size"]), generator=generator) * 0.1
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
 def _write_vision_tokenizer(folder: Path) -> dict[str, int]:
     """The tiny tokenizer with the tokens of images; returns what config.json says of them."""
     from transformers import AutoTokenizer

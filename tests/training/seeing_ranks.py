@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: F401
 from megarl.core.layout import Layout
 from megarl.models.hf_config import load_model_config
 from megarl.training.rank import Rank
+from megarl.training.spec import DpoObjective, ValueObjective
 from tests.support.platforms import chosen
-from tests.training.seeing import pictured_shards, seeing_spec, some_pictured
+from tests.training.seeing import PREFERENCE, paired_shards, pictured_shards, seeing_spec, some_pictured
 
 MICRO_BATCHES = 2
 # Of two micro-batches one may be text alone. Layers behind which features are added are on both stages of a pipeline.
@@ -32,6 +34,8 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "tp2 sp cp2": (Layout(tp=2, sequence_parallel=True, cp=2, world_size=4), {}),
     "pp2 cp2": (Layout(pp=2, cp=2, world_size=4), {"recompute": "full"}),
 }
+# Where the two of a pair are compared over ranks as well.
+PAIRED = ("tp2 sp cp2", "pp2 cp2")
 
 
 def measured(rank: Rank, folder: Path, case: str) -> dict[str, Any]:
@@ -45,10 +49,24 @@ def measured(rank: Rank, folder: Path, case: str) -> dict[str, Any]:
     answers: list[Any] = [None] * rank.world_size
     dist.all_gather_object(answers, (place.dp, rank.logprobs("actor", shard)))
     rank.update("actor", shard, {})
-    buckets = rank.engine("actor").gradients(1 << 16)
-    gradients = {name: tensor.cpu().clone() for bucket in buckets for name, tensor in bucket}
     leads = {index: column for index, column in answers if column is not None}
-    return {"logprobs": [leads[index] for index in range(layout.dp)], "gradients": gradients}
+    found = {"logprobs": [leads[index] for index in range(layout.dp)], "gradients": gradients(rank, "actor")}
+    if case in PAIRED:
+        shards, columns = paired_shards(some_pictured(vision), layout.dp, MICRO_BATCHES // layout.dp)
+        spec = replace(seeing_spec(folder, layout, **options), objective=DpoObjective(PREFERENCE))
+        rank.build("paired", spec)
+        rank.update("paired", shards[place.dp], columns[place.dp])
+        found["paired"] = gradients(rank, "paired")
+        spec = replace(spec, folder=folder / "scored", objective=ValueObjective(), head="score")
+        rank.build("critic", spec)
+        rank.update("critic", shards[place.dp], dict.fromkeys(("values", "returns"), columns[place.dp]["ref_logprobs"]))
+        found["critic"] = gradients(rank, "critic")
+    return found
+
+
+def gradients(rank: Rank, role: str) -> dict[str, torch.Tensor]:
+    buckets = rank.engine(role).gradients(1 << 16)
+    return {name: tensor.cpu().clone() for bucket in buckets for name, tensor in bucket}
 
 
 def main() -> None:

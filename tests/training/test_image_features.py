@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
 from megarl.convert.text_part import text_part
 from megarl.core.errors import MegarlError
@@ -23,22 +24,26 @@ from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import tower_index
 from megarl.models.vision import Vision
 from megarl.recipe.roles import Lora
-from megarl.training.manifest import HF_FOLDER
+from megarl.training.manifest import HF_FOLDER, read_model_config
 from megarl.training.rank import Rank
+from megarl.training.spec import ValueObjective
 from tests.support.forked_ranks import Ranks
 from tests.support.tolerances import Tolerance
-from tests.support.vision import QWEN2_5, QWEN3, png, write_tiny_vision_model
+from tests.support.vision import QWEN2_5, QWEN3, png, with_score, write_tiny_vision_model
 from tests.training.harness import OPTIMIZER
 from tests.training.seeing import (
     Pictured,
+    paired_shards,
     pictured_shards,
+    preferred,
     reference,
+    scored_reference,
     seeing_spec,
     some_pictured,
     transformers_logits,
     transformers_model,
 )
-from tests.training.seeing_ranks import CASES, MICRO_BATCHES
+from tests.training.seeing_ranks import CASES, MICRO_BATCHES, PAIRED
 
 ARCHITECTURES = [QWEN2_5, QWEN3]
 Reference = tuple[list[Tensor], dict[str, Tensor]]
@@ -48,7 +53,10 @@ Reference = tuple[list[Tensor], dict[str, Tensor]]
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model of each architecture."""
     root = tmp_path_factory.mktemp("seeing")
-    return {name: write_tiny_vision_model(root / name, name) for name in ARCHITECTURES}
+    found = {name: write_tiny_vision_model(root / name, name) for name in ARCHITECTURES}
+    for folder in found.values():
+        with_score(folder, root / "new").rename(folder / "scored")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +117,70 @@ def test_every_layout_computes_what_transformers_does(
         for column, cut in zip(columns, cuts, strict=True):
             assert np.abs(column - torch.cat(cut).numpy()).max() < bounds.logprob
     assert_gradients(found["gradients"], gradients, bounds)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_pairs_are_compared_over_ranks_as_by_hand(
+    measured: Path, folders: dict[str, Path], architecture: str, bounds: Tolerance
+) -> None:
+    folder = folders[architecture]
+    _, expected = reference(folder, seen_by(folder), some_pictured(seen_by(folder)), preferred)
+    for case in PAIRED:
+        found = torch.load(measured / f"{architecture} {case}.pt", weights_only=False)
+        assert_gradients(found["paired"], expected, bounds)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_values_and_their_gradients_are_those_of_transformers_and_a_head(
+    rank: Rank, measured: Path, folders: dict[str, Path], architecture: str, bounds: Tolerance
+) -> None:
+    """Of a critic, on one rank and on several; its weights come back from a checkpoint and from what it exports."""
+    folder = folders[architecture] / "scored"
+    made = some_pictured(seen_by(folder))
+    values, expected = scored_reference(folder, seen_by(folder), made)
+    [shard], _ = paired_shards(made)
+    rank.build("critic", replace(seeing_spec(folder), objective=ValueObjective(), head="score"))
+    [[column]] = rank.values("critic", shard) or []
+    assert np.abs(column - torch.cat(values).numpy()).max() < bounds.logprob
+    for case in PAIRED:
+        found = torch.load(measured / f"{architecture} {case}.pt", weights_only=False)
+        assert_gradients(found["critic"], expected, bounds)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_critic_that_begins_as_the_policy_is_read_again(
+    rank: Rank, folders: dict[str, Path], architecture: str, tmp_path: Path
+) -> None:
+    """From a checkpoint, and from the folder that it leaves, whose text part transformers knows as a classifier."""
+    folder = folders[architecture]
+    spec = replace(seeing_spec(folder), optimizer=OPTIMIZER, objective=ValueObjective(), head="score")
+    [shard], [columns] = paired_shards(some_pictured(seen_by(folder)))
+    targets = {"values": columns["ref_logprobs"], "returns": columns["ref_logprobs"]}
+    rank.build("critic", spec)
+    assert not np.any((rank.values("critic", shard) or [])[0][0]), "its head begins at zero"
+    for _ in range(2):
+        rank.update("critic", shard, targets)
+    [[column]] = rank.values("critic", shard) or []
+    assert np.abs(column).max() > 0
+    (tmp_path / "checkpoint").mkdir()
+    rank.save("critic", tmp_path / "checkpoint")
+    rank.export_hf("critic", folder, tmp_path / "hf_critic")
+    rank.update("critic", shard, targets)
+    [[further]] = rank.values("critic", shard) or []
+    rank.build("critic", spec)
+    rank.load("critic", tmp_path / "checkpoint")
+    rank.update("critic", shard, targets)
+    assert np.array_equal((rank.values("critic", shard) or [])[0][0], further), "a resumed critic learns the same"
+    config = load_model_config(tmp_path / "hf_critic")
+    assert config == load_model_config(folder).with_score_head()
+    assert read_model_config(tmp_path / "checkpoint" / HF_FOLDER) == config
+    rank.build("again", replace(seeing_spec(tmp_path / "hf_critic"), optimizer=None, objective=None, head="score"))
+    assert np.array_equal((rank.values("again", shard) or [])[0][0], column)
+    before, after = stored(folder), stored(tmp_path / "hf_critic")
+    assert after.keys() == before.keys() - {"lm_head.weight"} | {"score.weight"}
+    text_part(tmp_path / "hf_critic", tmp_path / "text", force=False, console=Console(quiet=True))
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "text")
+    assert torch.equal(classifier.score.weight, after["score.weight"])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
