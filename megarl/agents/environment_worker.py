@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 from megarl.agents.environment import Environment
 from megarl.agents.environment_wire import Answer, Call, Cancel
 from megarl.agents.loading import Make, open_environment
+from megarl.agents.observations import sendable_answer
 from megarl.agents.patience import ENDS_ALL, MOST_TRACE, in_words
 from megarl.agents.tools import as_given
 from megarl.recipe.agent import Agent
@@ -69,12 +70,12 @@ class _Home:
             if method == "start":
                 self._environment = self._make()
                 messages = await self._environment.start(*arguments)
-                return messages, bool(getattr(self._environment, "timed", False))
+                return sendable_answer(messages), bool(getattr(self._environment, "timed", False))
             if self._environment is None:
                 return None
             given = getattr(self._environment, method)(*arguments, **(asked.values or {}))
             given = await given if inspect.isawaitable(given) else given
-            return given if asked.values is None else as_given(given)
+            return sendable_answer(given) if asked.values is None else as_given(given)
         except ENDS_ALL as error:  # would end the thread
             raise RuntimeError(f"it exits ({error})") from error
 
