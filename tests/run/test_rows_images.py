@@ -77,6 +77,8 @@ def test_a_run_with_images_is_described_and_knows_its_rows_again(place: Place) -
 def test_episodes_show_the_images_of_rows(place: Place) -> None:
     room = ["data.max_prompt_tokens=300", "rollout.max_response_tokens=100"]
     assert checked(place, "agent.environment=guess_number", *room).rows == 6
+    shown = ("data.images_key=null", f"data.max_image_pixels={2**20}")  # by the environment
+    assert checked(place, "agent.environment=guess_number", *room, *shown).rows == 6
     # Of several players each row's own is looked at.
     players = '{"a": {"environment": "guess_number"}, "b": {"command": ["true"]}}'
     several = [f"agent.environments={players}", "agent.environment_key=kind", *room]
