@@ -110,9 +110,11 @@ class Sample:
     starts: tuple[int, ...] = ()
     # By column, what a teacher behind an address says of the response's tokens: [R] or [R, n], 0 where none is trained on.
     columns: dict[str, FloatArray] = field(default_factory=dict)
-    images: tuple[bytes, ...] = field(
-        default=(), repr=False
-    )  # its prompt's, see MicroBatch; samples of a group share them
+    # Its prompt's, and those that its environment showed, in the order of their tokens, see MicroBatch; samples of a group share
+    # the bytes.
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    # Those that its environment showed: rising, the number of each among all images, and its PNG.
+    shown: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
     # The memory of the Record whose parts the arrays above are, where they have been put into one (data/blocks.py).
     memory: NDArray[np.uint8] | None = None
 

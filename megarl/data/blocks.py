@@ -154,7 +154,10 @@ def _starts(samples: Sequence[Sample]) -> tuple[tuple[int, ...], ...] | None:
 def _images(samples: Sequence[Sample]) -> tuple[tuple[bytes, ...], ...] | None:
     """Those of each; None where none has any."""
     for sample in samples:
-        assert len(sample.images) == len(sample.prompt.images), f"sample {sample.id} is without its prompt's images"
+        wanted = len(sample.prompt.images) + len(sample.shown)
+        assert len(sample.images) == wanted, (
+            f"sample {sample.id} is without its images: {len(sample.images)} of {wanted}"
+        )
     return tuple(sample.images for sample in samples) if any(sample.images for sample in samples) else None
 
 

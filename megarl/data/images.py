@@ -67,7 +67,7 @@ def row_images(row: Row, key: str, sight: Sight) -> tuple[Image, ...]:
     value = field_of(row.fields, key)
     given = value if isinstance(value, list) else [] if value is None else [value]
     return tuple(
-        _image(each, row.path.parent, f"{row.where}, field {key!r}, image {number}", sight)
+        image_of(each, row.path.parent, f"{row.where}, field {key!r}, image {number}", sight)
         for number, each in enumerate(given, 1)
     )
 
@@ -125,7 +125,11 @@ def pixels(image: Image, where: str) -> PIL.Image.Image:
     return found
 
 
-def _image(given: object, folder: Path, where: str, sight: Sight) -> Image:
+def image_of(given: object, folder: Path, where: str, sight: Sight, most_pixels: int | None = None) -> Image:
+    """What was given for an image. Only its header is read. folder: where relative paths begin. where: for errors.
+
+    most_pixels: that it may have before it is made smaller. Raises UserError.
+    """
     source = _source(given, folder, where)
     try:
         with _opened(source) as opened:
@@ -136,6 +140,10 @@ def _image(given: object, folder: Path, where: str, sight: Sight) -> Image:
                 opened.load()
     except Exception as error:  # as of `png`
         raise _unreadable(source, where, error) from error
+    if most_pixels is not None and width * height > most_pixels:
+        raise UserError(
+            f"{where}: {width} x {height} pixels are over the bound of {most_pixels}. Make the image smaller."
+        )
     try:
         return Image(source, *_settled(width, height, sight), where)
     except ValueError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from megarl.agents.row_kinds import check_kinds
+from megarl.agents.row_kinds import check_kinds, kind_of
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, TokenArray
 from megarl.core.words import some
@@ -20,6 +20,7 @@ from megarl.data.unpaired import FEWEST_ROWS, Unpaired
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import load_model_config
 from megarl.models.recipe_vision import sight_of
+from megarl.recipe.agent import Agent
 from megarl.recipe.keep_rules import set_of
 from megarl.recipe.schema import Recipe
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SupervisedRecipe
@@ -43,14 +44,12 @@ def checked_prompts(recipe: Recipe, path: Path, model: ModelConfig) -> PromptSet
 
 def check_seen(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
     """Raises UserError for a row with images where somebody beside the policy is given its tokens, and sees none."""
-    first = next((prompt for prompt in prompts if prompt.images), None)
-    if first is None:
+    showing = [prompt for prompt in prompts if prompt.images]
+    if not showing:
         return
-    row = f"{place_of(path, first.id)}: the row has images"
+    row = f"{place_of(path, showing[0].id)}: the row has images"
     if recipe.agent is not None:
-        raise UserError(
-            f"{row}, and episodes show none to the model. Remove the section agent, or leave such rows out."
-        )
+        _check_shown(recipe.agent, path, showing)
     if recipe.teacher is not None and recipe.teacher.servers is not None:
         raise UserError(
             f"{row}, and a teacher behind an address is asked about text alone. Leave such rows out, or name a teacher that sees "
@@ -63,6 +62,23 @@ def check_seen(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
             raise UserError(
                 f"{row}, and {role}.path {folder} is a model that sees none. Name another, or leave such rows out."
             )
+
+
+def _check_shown(agent: Agent, path: Path, showing: Sequence[Prompt]) -> None:
+    """Raises UserError for a row with images whose episodes show none: those of harnesses, and those that are split."""
+    kinds = agent.kinds() if agent.environments else {}
+    for prompt in showing:
+        player = agent if agent.environment_key is None else kinds.get(str(kind_of(agent.environment_key, prompt)))
+        if player is not None and player.harnessed:
+            raise UserError(
+                f"{place_of(path, prompt.id)}: the row has images, and the endpoint shows harnesses none. Play it with an "
+                "agent.environment, or leave such rows out."
+            )
+    if agent.rewritten == "split":
+        raise UserError(
+            f"{place_of(path, showing[0].id)}: the row has images, and episodes with agent.rewritten: split show none. Set it to "
+            "keep, or leave such rows out."
+        )
 
 
 def check_tokens(path: Path, rows: Iterable[tuple[str, TokenArray]], model: ModelConfig, folder: Path) -> None:

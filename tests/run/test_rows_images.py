@@ -7,14 +7,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.core.types import Image, Prompt
 from megarl.data.chat import load_tokenizer
 from megarl.recipe.load import load_recipe
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 from megarl.run.epochs import with_steps
 from megarl.run.preflight import Preflight, preflight, preflight_eval, preflight_supervised
+from megarl.run.rows_check import check_seen
 from tests.support.bad_input import Place, good_place
 from tests.support.sight import picture
 from tests.support.tiny import write_tiny_qwen
@@ -72,10 +75,30 @@ def test_a_run_with_images_is_described_and_knows_its_rows_again(place: Place) -
     assert with_steps(loaded).recipe.train.steps == 3
 
 
+def test_episodes_show_the_images_of_rows(place: Place) -> None:
+    room = ["data.max_prompt_tokens=300", "rollout.max_response_tokens=100"]
+    assert checked(place, "agent.environment=guess_number", *room).rows == 6
+    shown = ("data.images_key=null", f"data.max_image_pixels={2**20}")  # by the environment
+    assert checked(place, "agent.environment=guess_number", *room, *shown).rows == 6
+    # Of several players each row's own is looked at.
+    players = '{"a": {"environment": "guess_number"}, "b": {"command": ["true"]}}'
+    several = [f"agent.environments={players}", "agent.environment_key=kind", *room]
+    place.write_rows(*(row(n, kind="ab"[n % 2]) for n in range(6)))
+    with pytest.raises(UserError, match="line 2: the row has images, and the endpoint shows harnesses none"):
+        checked(place, *several)
+    place.write_rows(*(row(n, kind="ba"[n % 2]) for n in range(6)))
+    assert checked(place, *several).rows == 6
+    split = load_recipe(place.recipe, ["agent.environment=guess_number", "agent.rewritten=split", *room]).recipe
+    shown = Prompt("train.jsonl:2", np.zeros(1, np.int32), "", "", images=(Image(b"", 4, 4),))
+    with pytest.raises(
+        UserError, match=r"line 2: the row has images, and episodes with agent.rewritten: split show none"
+    ):
+        check_seen(split, place.data, [shown])
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["agent.environment=guess_number"], "line 2: the row has images, and episodes show none to the model"),
         (
             ["algorithm.policy_loss=distill", "teacher.servers={urls: ['http://127.0.0.1:1']}"],
             "line 2: the row has images, and a teacher behind an address is asked about text alone",
@@ -86,15 +109,14 @@ def test_a_run_with_images_is_described_and_knows_its_rows_again(place: Place) -
         ),
         (["data.max_image_pixels=10"], "data.max_image_pixels 10: no image comes to the model with less than"),
     ],
-    ids=["agent", "teacher behind an address", "teacher of text", "too small"],
+    ids=["teacher behind an address", "teacher of text", "too small"],
 )
 def test_refused_recipes(place: Place, overrides: list[str], says: str) -> None:
     write_tiny_qwen(place.root / "text")
     (place.root / "text" / "tokenizer.json").write_bytes((place.model / "tokenizer.json").read_bytes())
     given = [each.format(root=place.root) if "{root}" in each else each for each in overrides]
-    room = ["data.max_prompt_tokens=300", "rollout.max_response_tokens=100"] if "agent" in overrides[0] else []
     with pytest.raises(UserError) as caught:
-        checked(place, *given, *room)
+        checked(place, *given)
     assert says.format(root=place.root) in str(caught.value)
 
 
