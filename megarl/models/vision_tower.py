@@ -18,16 +18,16 @@ from torch.nn import Module
 
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
-from megarl.models.hf_files import AGAIN, some, tower_index
+from megarl.models.hf_files import AGAIN, TOWER, some, tower_index
 from megarl.models.hf_read import HfReader
 
 # Of a config.json's model_type: where transformers has the tower, and what it is called there.
 TOWERS = {
     "qwen2_5_vl": ("qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"),
     "qwen3_vl": ("qwen3_vl.modeling_qwen3_vl", "Qwen3VLVisionModel"),
+    "qwen3_vl_moe": ("qwen3_vl_moe.modeling_qwen3_vl_moe", "Qwen3VLMoeVisionModel"),
 }
 PROCESSOR = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
-PREFIX = "visual."  # of the tower's names in a folder, behind what else may stand in front
 KEPT_BYTES = 2**29
 
 
@@ -86,7 +86,7 @@ def _load(folder: Path, dtype: torch.dtype, device: str) -> Module:
 
 def _fill(tower: Module, folder: Path) -> None:
     index = tower_index(folder)
-    names = {name.partition(PREFIX)[2]: name for name in index}
+    names = {name.partition(TOWER)[2]: name for name in index}
     expected = dict(tower.named_parameters())
     wrong = {
         "missing": sorted(expected.keys() - names.keys()),

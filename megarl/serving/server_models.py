@@ -63,7 +63,10 @@ HYBRID, HYBRID_THETA, PERIOD = "Exaone4ForCausalLM", 1e6, 4
 DELTA = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
 # Whose experts in 16 bits SGLang lays out anew on Blackwell as it loads them, and then takes no weights as they are sent
 # (arg_groups/overrides.py, arg_groups/model_overrides: flashinfer_trtllm). On other devices their kernels are Triton's anyway.
-LAID_OUT_ANEW = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
+LAID_OUT_ANEW = (
+    *("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"),
+    "Qwen3VLMoeForConditionalGeneration",
+)
 ROUTING = "--enable-return-routed-experts"  # a server tells which experts it chose
 # How a user's flags begin that say by which kernels experts are computed, or on what.
 CHOSEN = ("--moe-", "--quantization")

@@ -17,7 +17,7 @@ from megarl.models.hf_files import names_of_text
 from megarl.models.vision import Vision
 from megarl.recipe.roles import Optimizer
 from megarl.training.spec import RoleSpec, SftObjective
-from tests.support.vision import png
+from tests.support.vision import experts_apart, png
 from tests.training.samples import Example, to_micro_batch
 
 # Gradients stay whole, and weights as they are.
@@ -147,4 +147,4 @@ def reference(folder: Path, vision: Vision, made: list[Pictured]) -> tuple[list[
     newer = {name: parameter.grad for name, parameter in model.named_parameters()}
     names = names_of_text(newer, folder)
     found = {text: grad for text, name in names.items() if (grad := newer[name]) is not None}
-    return [each.detach() for each in logprobs], found
+    return [each.detach() for each in logprobs], experts_apart(found)

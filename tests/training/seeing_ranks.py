@@ -12,7 +12,8 @@ import torch.distributed as dist
 # Loaded once, before the ranks are made of one process.
 import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
 import transformers.models.qwen2_vl.image_processing_pil_qwen2_vl
-import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: F401
+import transformers.models.qwen3_vl.modeling_qwen3_vl
+import transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe  # noqa: F401
 
 from megarl.core.layout import Layout
 from megarl.models.hf_config import load_model_config
@@ -34,9 +35,23 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
 }
 
 
+# Of experts alone, and what they are refused: tp without sp.
+OF_EXPERTS = {
+    "dp2 ep2": (Layout(ep=2, world_size=2), {}),
+    "tp2 sp pp2 ep2": (Layout(tp=2, sequence_parallel=True, pp=2, ep=2, world_size=4), {"recompute": "full"}),
+}
+
+
+def cases_of(architecture: str) -> dict[str, tuple[Layout, dict[str, Any]]]:
+    """The layouts that a model can have."""
+    if "Moe" not in architecture:
+        return CASES
+    return {name: case for name, case in CASES.items() if name != "tp2"} | OF_EXPERTS
+
+
 def measured(rank: Rank, folder: Path, case: str) -> dict[str, Any]:
     """Log-probs of each shard, and the whole gradients at rank 0."""
-    layout, options = CASES[case]
+    layout, options = cases_of(folder.name)[case]
     vision = load_model_config(folder).vision
     assert vision is not None
     rank.build("actor", seeing_spec(folder, layout, **options))
@@ -57,7 +72,7 @@ def main() -> None:
     rank = Rank(index, size, chosen().name, seed=1)
     rank.rendezvous("127.0.0.1", port, timeout_s=60)
     for folder in map(Path, sys.argv[5:]):
-        for case, (layout, _) in CASES.items():
+        for case, (layout, _) in cases_of(folder.name).items():
             if layout.world_size == size:
                 found = measured(rank, folder, case)
                 if index == 0:

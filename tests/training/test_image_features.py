@@ -27,7 +27,7 @@ from megarl.training.manifest import HF_FOLDER
 from megarl.training.rank import Rank
 from tests.support.forked_ranks import Ranks
 from tests.support.tolerances import Tolerance
-from tests.support.vision import QWEN2_5, QWEN3, png, write_tiny_vision_model
+from tests.support.vision import QWEN2_5, QWEN3, QWEN3_MOE, png, write_tiny_vision_model
 from tests.training.harness import OPTIMIZER
 from tests.training.seeing import (
     Pictured,
@@ -38,9 +38,9 @@ from tests.training.seeing import (
     transformers_logits,
     transformers_model,
 )
-from tests.training.seeing_ranks import CASES, MICRO_BATCHES
+from tests.training.seeing_ranks import CASES, MICRO_BATCHES, cases_of
 
-ARCHITECTURES = [QWEN2_5, QWEN3]
+ARCHITECTURES = [QWEN2_5, QWEN3, QWEN3_MOE]
 Reference = tuple[list[Tensor], dict[str, Tensor]]
 
 
@@ -96,14 +96,13 @@ def test_logprobs_and_gradients_equal_transformers(
     assert_gradients(found, gradients, bounds)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "case"), [(each, case) for each in ARCHITECTURES for case in cases_of(each)])
 def test_every_layout_computes_what_transformers_does(
     measured: Path, references: dict[str, Reference], architecture: str, case: str, bounds: Tolerance
 ) -> None:
     found = torch.load(measured / f"{architecture} {case}.pt", weights_only=False)
     logprobs, gradients = references[architecture]
-    dp = CASES[case][0].dp
+    dp = cases_of(architecture)[case][0].dp
     expected = [[[*logprobs[index::dp][first::MICRO_BATCHES]] for first in range(MICRO_BATCHES)] for index in range(dp)]
     for [columns], cuts in zip(found["logprobs"], expected, strict=True):
         for column, cut in zip(columns, cuts, strict=True):
@@ -129,9 +128,9 @@ def test_what_was_trained_and_written_is_what_transformers_loads(
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and not {name for name in changed if "visual." in name}
-    assert changed >= {name for name in before if name.endswith(("q_proj.weight", "down_proj.weight"))} - set(
-        tower_index(folder)
-    )
+    assert changed >= {
+        name for name in before if name.endswith(("q_proj.weight", "down_proj.weight", "experts.down_proj"))
+    } - set(tower_index(folder))
     assert load_model_config(target) == load_model_config(folder)
     rank.build("again", seeing_spec(target))
     [[again]] = rank.logprobs("again", shard) or []
@@ -145,7 +144,8 @@ def test_adapters_are_written_for_the_linears_of_the_text_part_alone(
     folder = folders[architecture]
     vision = seen_by(folder)
     made = some_pictured(vision)
-    lora = Lora(rank=4, alpha=8.0, targets=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
+    dense = () if "Moe" in architecture else ("linear_fc1", "linear_fc2")
+    lora = Lora(rank=4, alpha=8.0, targets=("linear_qkv", "linear_proj", *dense))
     rank.build("actor", replace(seeing_spec(folder), optimizer=OPTIMIZER, lora=lora))
     [shard] = pictured_shards(made)
     for _ in range(2):
