@@ -86,8 +86,8 @@ MULTIMODALS: Mapping[str, Multimodal] = MappingProxyType(
             stacked_experts=True,
             sees=True,
         ),
-        "Qwen3_5ForConditionalGeneration": Multimodal("qwen3_5", _NEWER),
-        "Qwen3_5MoeForConditionalGeneration": Multimodal("qwen3_5_moe", _NEWER),
+        "Qwen3_5ForConditionalGeneration": Multimodal("qwen3_5", _NEWER, sees=True),
+        "Qwen3_5MoeForConditionalGeneration": Multimodal("qwen3_5_moe", _NEWER, sees=True),
         "Glm4vForConditionalGeneration": Multimodal("glm4v", _NEWER, {"glm4v_text": "glm4"}),
     }
 )

@@ -61,11 +61,15 @@ HYBRID, HYBRID_THETA, PERIOD = "Exaone4ForCausalLM", 1e6, 4
 # Of whose layers with full attention SGLang reads the period alone, and transformers 5 writes the kind of each layer
 # (configs/qwen3_next.py): without it a server ends as it builds the model. Where no key says, transformers takes PERIOD.
 DELTA = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
+SEEING_DELTA = (
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)  # which have it in their text part's
 # Whose experts in 16 bits SGLang lays out anew on Blackwell as it loads them, and then takes no weights as they are sent
 # (arg_groups/overrides.py, arg_groups/model_overrides: flashinfer_trtllm). On other devices their kernels are Triton's anyway.
 LAID_OUT_ANEW = (
     *("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"),
-    "Qwen3VLMoeForConditionalGeneration",
+    *("Qwen3VLMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
 )
 ROUTING = "--enable-return-routed-experts"  # a server tells which experts it chose
 # How a user's flags begin that say by which kernels experts are computed, or on what.
@@ -122,6 +126,8 @@ def missing_settings(model: Path) -> dict[str, object]:
         missing |= {} if theta == config.get(THETA) else {THETA: theta}
     if any(name in DELTA for name in names):
         missing |= _of_delta(config, rope if AT_TOP in names else {})
+    if any(name in SEEING_DELTA for name in names) and (of_text := _of_delta(config.get("text_config") or {}, {})):
+        missing["text_config"] = of_text
     if LAYERED in names:
         missing |= _of_heads(config)
     if any(name in RENAMED for name in names):

@@ -16,7 +16,7 @@ from megarl.training.manifest import HF_FOLDER, TOWER, read_manifest
 from tests.convert.forked import Conversions
 from tests.support.forked_ranks import Ranks
 from tests.support.multimodal import exchange_experts, in_newer_names
-from tests.support.vision import QWEN2_5, QWEN3, QWEN3_MOE, Architecture, write_tiny_vision_model
+from tests.support.vision import QWEN2_5, QWEN3, QWEN3_5_MOE, QWEN3_MOE, Architecture, write_tiny_vision_model
 
 
 @pytest.fixture
@@ -33,7 +33,8 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "newer"), [(QWEN2_5, False), (QWEN2_5, True), (QWEN3, True), (QWEN3_MOE, True)]
+    ("architecture", "newer"),
+    [(QWEN2_5, False), (QWEN2_5, True), (QWEN3, True), (QWEN3_MOE, True), (QWEN3_5_MOE, True)],
 )
 def test_there_and_back_to_the_bit(
     architecture: Architecture, newer: bool, forked: Conversions, tmp_path: Path

@@ -20,7 +20,7 @@ CUDA = get_platform("cuda")
 RUNNER = "--moe-runner-backend"
 ATTENTION = ("--attention-backend", "triton")  # its own choice wants a package of CUDA's
 # Models with experts that see images, whose servers are neither in FP8 nor deterministic.
-SEEING = {LARGE[name][0]: name for name in ("Qwen3-VL-30B-A3B",)}
+SEEING = {LARGE[name][0]: name for name in ("Qwen3-VL-30B-A3B", "Qwen3.5-35B-A3B")}
 # What SGLang makes of experts in FP8 lies as it is sent by either.
 IN_FP8 = ("auto", "triton", "flashinfer_trtllm")
 

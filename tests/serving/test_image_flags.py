@@ -17,7 +17,7 @@ from tests.support.large_vision import LARGE, write_large_vision
 from tests.support.vision import QWEN2_5, QWEN3, SQUARE
 
 CUDA, CPU = get_platform("cuda"), get_platform("cpu")
-SEEING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}  # SGLang's modules of these models
+SEEING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"}  # SGLang's modules of these models
 FORMS: dict[str, dict[str, Any]] = {
     "apart": {},
     "asleep at times": SLEEPS,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.vision import QWEN2_5, QWEN3, QWEN3_MOE
+from tests.support.vision import QWEN2_5, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE
 
 ROPE = {
     "rope_type": "default",
@@ -14,6 +14,7 @@ ROPE = {
     "mrope_section": [24, 20, 20],
     "rope_theta": 5e6,
 }
+PARTIAL = ROPE | {"mrope_section": [11, 11, 10], "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 # Architecture, config class, and sizes where they are not transformers' own.
 LARGE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "Qwen2.5-VL-7B": (
@@ -55,6 +56,9 @@ LARGE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         },
         {"out_hidden_size": 4096},
     ),
+    # Text parts are transformers' own.
+    "Qwen3.5-9B": (QWEN3_5, "Qwen3_5Config", {"rope_parameters": PARTIAL}, {"out_hidden_size": 4096}),
+    "Qwen3.5-35B-A3B": (QWEN3_5_MOE, "Qwen3_5MoeConfig", {"rope_parameters": PARTIAL}, {"out_hidden_size": 2048}),
 }
 
 

@@ -15,13 +15,19 @@ from tests.support.multimodal import exchange_experts
 from tests.support.tiny import write_tokenizer
 
 Architecture = Literal[
-    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 ]
 QWEN2_5: Architecture = "Qwen2_5_VLForConditionalGeneration"
 QWEN3: Architecture = "Qwen3VLForConditionalGeneration"
 QWEN3_MOE: Architecture = "Qwen3VLMoeForConditionalGeneration"
+QWEN3_5: Architecture = "Qwen3_5ForConditionalGeneration"
+QWEN3_5_MOE: Architecture = "Qwen3_5MoeForConditionalGeneration"
 # Pixels of the side of what becomes one token.
-SQUARE: dict[str, int] = {QWEN2_5: 28, QWEN3: 32, QWEN3_MOE: 32}
+SQUARE: dict[str, int] = {QWEN2_5: 28, QWEN3: 32, QWEN3_MOE: 32, QWEN3_5: 32, QWEN3_5_MOE: 32}
 
 TEXT: dict[str, Any] = {
     "vocab_size": 128,
@@ -105,7 +111,22 @@ PROCESSOR: dict[str, dict[str, Any]] = {
     },
 }
 TINY[QWEN3_MOE] = ("Qwen3VLMoeConfig", {**TINY[QWEN3][1], **EXPERTS}, TINY[QWEN3][2])
-PROCESSOR[QWEN3_MOE] = PROCESSOR[QWEN3]
+# Gated DeltaNet in every other layer, and a part of each head that turns.
+DELTA: dict[str, Any] = {
+    **{"num_hidden_layers": 4, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    },
+}
+TOWER = {key: value for key, value in TINY[QWEN3][2].items() if key != "deepstack_visual_indexes"}
+TINY[QWEN3_5] = ("Qwen3_5Config", DELTA, TOWER)
+TINY[QWEN3_5_MOE] = ("Qwen3_5MoeConfig", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32}, TOWER)
+PROCESSOR |= dict.fromkeys((QWEN3_MOE, QWEN3_5, QWEN3_5_MOE), PROCESSOR[QWEN3])
 # As the published templates: a part that is an image becomes three tokens, of which the second is the image's.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }} "

@@ -27,7 +27,7 @@ from megarl.training.manifest import HF_FOLDER
 from megarl.training.rank import Rank
 from tests.support.forked_ranks import Ranks
 from tests.support.tolerances import Tolerance
-from tests.support.vision import QWEN2_5, QWEN3, QWEN3_MOE, png, write_tiny_vision_model
+from tests.support.vision import QWEN2_5, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, png, write_tiny_vision_model
 from tests.training.harness import OPTIMIZER
 from tests.training.seeing import (
     Pictured,
@@ -40,7 +40,7 @@ from tests.training.seeing import (
 )
 from tests.training.seeing_ranks import CASES, MICRO_BATCHES, cases_of
 
-ARCHITECTURES = [QWEN2_5, QWEN3, QWEN3_MOE]
+ARCHITECTURES = [QWEN2_5, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE]
 Reference = tuple[list[Tensor], dict[str, Tensor]]
 
 
@@ -75,6 +75,12 @@ def seen_by(folder: Path) -> Vision:
     return vision
 
 
+def wider(bounds: Tolerance, architecture: str) -> Tolerance:
+    """Gradients of transformers' Gated DeltaNet are themselves up to 1e-4 from those in float64, and log-probs 1e-5."""
+    times = 5 if architecture in (QWEN3_5, QWEN3_5_MOE) else 1
+    return replace(bounds, logprob=times * bounds.logprob, gradient=times * bounds.gradient)
+
+
 def assert_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], bounds: Tolerance) -> None:
     assert found.keys() == expected.keys()
     apart = {name: (found[name] - expected[name]).abs().max() / expected[name].abs().max() for name in found}
@@ -93,7 +99,7 @@ def test_logprobs_and_gradients_equal_transformers(
     assert np.abs(column - torch.cat(logprobs).numpy()).max() < bounds.logprob
     rank.update("actor", shard, {})
     found = {name: tensor.cpu() for bucket in rank.engine("actor").gradients(1 << 16) for name, tensor in bucket}
-    assert_gradients(found, gradients, bounds)
+    assert_gradients(found, gradients, wider(bounds, architecture))
 
 
 @pytest.mark.parametrize(("architecture", "case"), [(each, case) for each in ARCHITECTURES for case in cases_of(each)])
@@ -107,7 +113,7 @@ def test_every_layout_computes_what_transformers_does(
     for [columns], cuts in zip(found["logprobs"], expected, strict=True):
         for column, cut in zip(columns, cuts, strict=True):
             assert np.abs(column - torch.cat(cut).numpy()).max() < bounds.logprob
-    assert_gradients(found["gradients"], gradients, bounds)
+    assert_gradients(found["gradients"], gradients, wider(bounds, architecture))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -141,11 +147,12 @@ def test_what_was_trained_and_written_is_what_transformers_loads(
 def test_adapters_are_written_for_the_linears_of_the_text_part_alone(
     rank: Rank, folders: dict[str, Path], architecture: str, tmp_path: Path, bounds: Tolerance
 ) -> None:
-    folder = folders[architecture]
+    folder, bounds = folders[architecture], wider(bounds, architecture)
     vision = seen_by(folder)
     made = some_pictured(vision)
     dense = () if "Moe" in architecture else ("linear_fc1", "linear_fc2")
-    lora = Lora(rank=4, alpha=8.0, targets=("linear_qkv", "linear_proj", *dense))
+    delta = ("linear_in",) if "3_5" in architecture else ()
+    lora = Lora(rank=4, alpha=8.0, targets=("linear_qkv", "linear_proj", *dense, *delta))
     rank.build("actor", replace(seeing_spec(folder), optimizer=OPTIMIZER, lora=lora))
     [shard] = pictured_shards(made)
     for _ in range(2):
