@@ -1,4 +1,4 @@
-"""Writes a tiny random Qwen2.5-VL or Qwen3-VL in HF format, and the tiny model's tokenizer with tokens for images.
+"""Writes a tiny random Qwen2.5-VL, Qwen3-VL or Qwen3.5 in HF format, and the tiny model's tokenizer with tokens for images.
 
 For the task of `make_colors.py` and for tests: nothing is downloaded, and the same options give the same bytes. The tower is as
 random as the rest, and what it makes of an image is there for the text part to read.
@@ -35,14 +35,28 @@ ARCHITECTURES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
-PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
+CONFIGS = {
+    "qwen2_5_vl": "Qwen2_5_VLConfig",
+    "qwen3_vl": "Qwen3VLConfig",
+    "qwen3_vl_moe": "Qwen3VLMoeConfig",
+    "qwen3_5": "Qwen3_5Config",
+    "qwen3_5_moe": "Qwen3_5MoeConfig",
+}
+PATCH = {kind: 14 if kind == "qwen2_5_vl" else 16 for kind in ARCHITECTURES}
 UNTIED = ("qwen3_vl_moe",)  # as published, and as SGLang builds it in any case
 MERGE = 2  # patches of a token's side
 HEAD, KV_HEADS = 32, 2
 AXES = [6, 5, 5]  # of a head's 16 frequencies: time, row, column
+HALF_AXES = [3, 3, 2]  # of 8, where half of a head turns
+DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
-Kind = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+Kind = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 
 
 def make_vision_tokenizer() -> PreTrainedTokenizerFast:
@@ -84,13 +98,18 @@ def _config(kind: Kind, tokenizer: PreTrainedTokenizerFast, *, hidden_size: int,
         "initializer_range": INITIALIZER_RANGE,
     }
     if kind == "qwen2_5_vl":
-        make, tower = transformers.Qwen2_5_VLConfig, tower | {"fullatt_block_indexes": [1], "window_size": 112}
+        tower |= {"fullatt_block_indexes": [1], "window_size": 112}
     else:
-        make = transformers.Qwen3VLConfig if kind == "qwen3_vl" else transformers.Qwen3VLMoeConfig
-        tower |= {"deepstack_visual_indexes": [0, 1]}
         text, rope["mrope_interleaved"] = text | {"head_dim": HEAD}, True
-    if make is transformers.Qwen3VLMoeConfig:
-        text |= EXPERTS | {"moe_intermediate_size": hidden_size // 4 * 3}
+    if kind.startswith("qwen3_vl"):
+        tower |= {"deepstack_visual_indexes": [0, 1]}
+    if kind.startswith("qwen3_5"):
+        rope |= {"partial_rotary_factor": 0.5, "mrope_section": HALF_AXES}
+        text |= DELTA | {"layer_types": (["linear_attention", "full_attention"] * layers)[:layers]}
+    if kind.endswith("_moe"):
+        width = hidden_size // 4 * 3
+        text |= EXPERTS | {"moe_intermediate_size": width, "shared_expert_intermediate_size": width}
+    make = getattr(transformers, CONFIGS[kind])
     tokens = {"image_token_id": image, "video_token_id": video}
     tokens |= {"vision_start_token_id": start, "vision_end_token_id": end}
     return make(
