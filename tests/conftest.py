@@ -166,7 +166,10 @@ def copies() -> Iterator[Copies]:
 
 @pytest.fixture(
     scope="session",
-    params=[f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")],
+    params=[
+        pytest.param("Qwen2VLForConditionalGeneration", marks=pytest.mark.slow),
+        *(f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")),
+    ],
 )
 def seen(request: pytest.FixtureRequest, copies: Copies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
     """A real server of a tiny model of each architecture that sees images, and transformers' model with the same weights.

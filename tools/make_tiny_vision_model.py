@@ -1,4 +1,4 @@
-"""Writes a tiny random Qwen2.5-VL, Qwen3-VL or Qwen3.5 in HF format, and the tiny model's tokenizer with tokens for images.
+"""Writes a tiny random Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen3.5 in HF format, and a tokenizer with tokens for images.
 
 For the task of `make_colors.py` and for tests: nothing is downloaded, and the same options give the same bytes. The tower is as
 random as the rest, and what it makes of an image is there for the text part to read.
@@ -32,6 +32,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 ARCHITECTURES = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
@@ -39,13 +40,14 @@ ARCHITECTURES = {
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
 CONFIGS = {
+    "qwen2_vl": "Qwen2VLConfig",
     "qwen2_5_vl": "Qwen2_5_VLConfig",
     "qwen3_vl": "Qwen3VLConfig",
     "qwen3_vl_moe": "Qwen3VLMoeConfig",
     "qwen3_5": "Qwen3_5Config",
     "qwen3_5_moe": "Qwen3_5MoeConfig",
 }
-PATCH = {kind: 14 if kind == "qwen2_5_vl" else 16 for kind in ARCHITECTURES}
+PATCH = {kind: 14 if kind.startswith("qwen2") else 16 for kind in ARCHITECTURES}
 UNTIED = ("qwen3_vl_moe",)  # as published, and as SGLang builds it in any case
 MERGE = 2  # patches of a token's side
 HEAD, KV_HEADS = 32, 2
@@ -56,7 +58,7 @@ DELTA = {
     **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
-Kind = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
+Kind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 
 
 def make_vision_tokenizer() -> PreTrainedTokenizerFast:
@@ -97,7 +99,9 @@ def _config(kind: Kind, tokenizer: PreTrainedTokenizerFast, *, hidden_size: int,
         "spatial_merge_size": MERGE,
         "initializer_range": INITIALIZER_RANGE,
     }
-    if kind == "qwen2_5_vl":
+    if kind == "qwen2_vl":
+        tower |= {"embed_dim": tower["hidden_size"], "mlp_ratio": 2, "hidden_size": hidden_size}
+    elif kind == "qwen2_5_vl":
         tower |= {"fullatt_block_indexes": [1], "window_size": 112}
     else:
         text, rope["mrope_interleaved"] = text | {"head_dim": HEAD}, True
@@ -149,7 +153,7 @@ def make_tiny_vision_model(
     square = PATCH[kind] * MERGE
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor" if kind == "qwen2_5_vl" else "Qwen3VLProcessor",
+        "processor_class": "Qwen2_5_VLProcessor" if kind.startswith("qwen2") else "Qwen3VLProcessor",
         "size": {"shortest_edge": square**2, "longest_edge": 64 * square**2},
         "patch_size": PATCH[kind],
         "temporal_patch_size": 2,

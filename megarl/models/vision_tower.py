@@ -23,6 +23,7 @@ from megarl.models.hf_read import HfReader
 
 # Of a config.json's model_type: where transformers has the tower, and what it is called there.
 TOWERS = {
+    "qwen2_vl": ("qwen2_vl.modeling_qwen2_vl", "Qwen2VisionTransformerPretrainedModel"),
     "qwen2_5_vl": ("qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"),
     "qwen3_vl": ("qwen3_vl.modeling_qwen3_vl", "Qwen3VLVisionModel"),
     "qwen3_5": ("qwen3_5.modeling_qwen3_5", "Qwen3_5VisionModel"),

@@ -65,6 +65,8 @@ DELTA = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
 # no key says that there are none (configs/qwen3_vl.py), as transformers 5 writes none.
 SEEING_DELTA = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
 DEEPSTACK = "deepstack_visual_indexes"
+# Of whose tower SGLang reads how many colors there are by the older key alone, and ends without it (models/qwen2_vl.py).
+COLORED, CHANNELS = "Qwen2VLForConditionalGeneration", "in_chans"
 # Whose experts in 16 bits SGLang lays out anew on Blackwell as it loads them, and then takes no weights as they are sent
 # (arg_groups/overrides.py, arg_groups/model_overrides: flashinfer_trtllm). On other devices their kernels are Triton's anyway.
 LAID_OUT_ANEW = (
@@ -128,6 +130,8 @@ def missing_settings(model: Path) -> dict[str, object]:
         missing |= _of_delta(config, rope if AT_TOP in names else {})
     if any(name in SEEING_DELTA for name in names):
         missing |= _of_seeing_delta(config)
+    if COLORED in names and CHANNELS not in (vision := config.get("vision_config") or {}):
+        missing["vision_config"] = {CHANNELS: vision.get("in_channels", 3)}
     if LAYERED in names:
         missing |= _of_heads(config)
     if any(name in RENAMED for name in names):

@@ -20,7 +20,7 @@ from megarl.core.loading import without_collection
 from megarl.core.stand_in import standing_in
 
 PROCESSORS = "sglang.srt.multimodal.processors"
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 # Models that the same module of SGLang is for.
 OTHERS = tuple(
     f"sglang.srt.models.{name}"

@@ -22,6 +22,7 @@ from megarl.models.rules import expected_tensors
 from megarl.models.vision import PREPROCESSOR, PROCESSOR, Vision, load_vision, png_size
 from tests.support.multimodal import in_newer_names
 from tests.support.vision import (
+    QWEN2,
     QWEN2_5,
     QWEN3,
     QWEN3_5,
@@ -34,7 +35,12 @@ from tests.support.vision import (
     write_tiny_vision_model,
 )
 
-FAMILY = {QWEN2_5: "Qwen2ForCausalLM", QWEN3: "Qwen3ForCausalLM", QWEN3_MOE: "Qwen3MoeForCausalLM"}
+FAMILY = {
+    QWEN2: "Qwen2ForCausalLM",
+    QWEN2_5: "Qwen2ForCausalLM",
+    QWEN3: "Qwen3ForCausalLM",
+    QWEN3_MOE: "Qwen3MoeForCausalLM",
+}
 FAMILY |= {QWEN3_5: "Qwen3_5ForCausalLM", QWEN3_5_MOE: "Qwen3_5MoeForCausalLM"}
 VISION = Vision(9, 7, 8, 28, 56 * 56, 28 * 28 * 1280, (16, 24, 24))
 CLASSES = {
@@ -183,7 +189,7 @@ def test_a_folder_that_does_not_say_how_images_come_is_refused(tmp_path: Path) -
             {"type": "mrope", "mrope_section": [2, 3, 4]},
             "as many frequencies as a head has, 8, are wanted",
         ),
-        ("model_type", "qwen2_vl", "'qwen2_5_vl', as the architecture has it, is wanted"),
+        ("model_type", "qwen3_vl", "'qwen2_5_vl', as the architecture has it, is wanted"),
     ],
 )
 def test_a_config_that_says_something_else_is_refused(key: str, value: Any, said: str, tmp_path: Path) -> None:

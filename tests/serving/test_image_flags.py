@@ -18,7 +18,7 @@ from tests.support.vision import QWEN2_5, QWEN3, SQUARE
 
 CUDA, CPU = get_platform("cuda"), get_platform("cpu")
 ASLEEP = ("asleep at times", SLEEPS)
-SEEING = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"}  # SGLang's modules of these models
+SEEING = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"}  # SGLang's modules of these models
 FORMS: dict[str, dict[str, Any]] = {
     "apart": {},
     ASLEEP[0]: ASLEEP[1],
@@ -49,7 +49,7 @@ def test_a_server_is_told_of_images_where_its_model_sees(
 
 
 def test_a_server_of_a_model_that_does_not_see_hears_nothing_of_images(tmp_path: Path) -> None:
-    for architecture in ("Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration"):
+    for architecture in ("Qwen2ForCausalLM", "Glm4vForConditionalGeneration"):
         spec = ServerSpec(folder(tmp_path, architectures=[architecture]), "float32", offloaded=True)
         for platform in (CPU, CUDA):
             flags = {word for word in (*IMAGE_FLAGS, KEPT_WEIGHTS) if word.startswith("--")}

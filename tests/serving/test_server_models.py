@@ -235,3 +235,10 @@ def test_qwen3_5_that_sees_is_told_what_its_config_leaves_out(tmp_path: Path) ->
     text["full_attention_interval"] = 2
     config["vision_config"] = {"deepstack_visual_indexes": []}
     assert missing_settings(folder(tmp_path, **config)) == {}
+
+
+def test_qwen2_vl_is_told_its_colors_by_the_older_key(tmp_path: Path) -> None:
+    config = {"architectures": ["Qwen2VLForConditionalGeneration"]}
+    told = missing_settings(folder(tmp_path, **config, vision_config={"in_channels": 3}))
+    assert told == {"vision_config": {"in_chans": 3}}
+    assert missing_settings(folder(tmp_path, **config, vision_config={"in_chans": 3})) == {}

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.vision import QWEN2_5, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE
+from tests.support.vision import QWEN2, QWEN2_5, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE
 
 ROPE = {
     "rope_type": "default",
@@ -17,6 +17,16 @@ ROPE = {
 PARTIAL = ROPE | {"mrope_section": [11, 11, 10], "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 # Architecture, config class, and sizes where they are not transformers' own.
 LARGE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "Qwen2-VL-7B": (
+        QWEN2,
+        "Qwen2VLConfig",
+        {
+            **{"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
+            **{"num_key_value_heads": 4, "max_position_embeddings": 32768, "use_sliding_window": False},
+            "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
+        },
+        {},
+    ),
     "Qwen2.5-VL-7B": (
         QWEN2_5,
         "Qwen2_5_VLConfig",

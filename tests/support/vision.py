@@ -15,19 +15,21 @@ from tests.support.multimodal import exchange_experts
 from tests.support.tiny import write_tokenizer
 
 Architecture = Literal[
+    "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 ]
+QWEN2: Architecture = "Qwen2VLForConditionalGeneration"
 QWEN2_5: Architecture = "Qwen2_5_VLForConditionalGeneration"
 QWEN3: Architecture = "Qwen3VLForConditionalGeneration"
 QWEN3_MOE: Architecture = "Qwen3VLMoeForConditionalGeneration"
 QWEN3_5: Architecture = "Qwen3_5ForConditionalGeneration"
 QWEN3_5_MOE: Architecture = "Qwen3_5MoeForConditionalGeneration"
 # Pixels of the side of what becomes one token.
-SQUARE: dict[str, int] = {QWEN2_5: 28, QWEN3: 32, QWEN3_MOE: 32, QWEN3_5: 32, QWEN3_5_MOE: 32}
+SQUARE: dict[str, int] = {QWEN2: 28, QWEN2_5: 28, QWEN3: 32, QWEN3_MOE: 32, QWEN3_5: 32, QWEN3_5_MOE: 32}
 
 TEXT: dict[str, Any] = {
     "vocab_size": 128,
@@ -111,6 +113,12 @@ PROCESSOR: dict[str, dict[str, Any]] = {
     },
 }
 TINY[QWEN3_MOE] = ("Qwen3VLMoeConfig", {**TINY[QWEN3][1], **EXPERTS}, TINY[QWEN3][2])
+TINY[QWEN2] = (
+    "Qwen2VLConfig",
+    TINY[QWEN2_5][1],
+    {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
+)
+PROCESSOR[QWEN2] = PROCESSOR[QWEN2_5] | {"processor_class": "Qwen2VLProcessor"}
 # Gated DeltaNet in every other layer, and a part of each head that turns.
 DELTA: dict[str, Any] = {
     **{"num_hidden_layers": 4, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2},

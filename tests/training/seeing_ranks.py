@@ -12,6 +12,7 @@ import torch.distributed as dist
 # Loaded once, before the ranks are made of one process.
 import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
 import transformers.models.qwen2_vl.image_processing_pil_qwen2_vl
+import transformers.models.qwen2_vl.modeling_qwen2_vl
 import transformers.models.qwen3_5.modeling_qwen3_5
 import transformers.models.qwen3_5_moe.modeling_qwen3_5_moe
 import transformers.models.qwen3_vl.modeling_qwen3_vl
@@ -21,7 +22,7 @@ from megarl.core.layout import Layout
 from megarl.models.hf_config import load_model_config
 from megarl.training.rank import Rank
 from tests.support.platforms import chosen
-from tests.support.vision import QWEN3_5, QWEN3_5_MOE, QWEN3_MOE
+from tests.support.vision import QWEN2, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE
 from tests.training.seeing import pictured_shards, seeing_spec, some_pictured
 
 MICRO_BATCHES = 2
@@ -42,8 +43,9 @@ OF_EXPERTS = {
     "dp2 ep2": (Layout(ep=2, world_size=2), {}),
     "tp2 sp pp2 ep2": (Layout(tp=2, sequence_parallel=True, pp=2, ep=2, world_size=4), {"recompute": "full"}),
 }
-# Of models that are refused some: tp without sp is not for experts, and cp not for Gated DeltaNet.
+# Of models that are refused some, or share them with others: tp without sp is not for experts, and cp not for Gated DeltaNet.
 FEWER = {
+    QWEN2: ("tp2",),  # which differs from Qwen2.5-VL in its tower alone
     QWEN3_MOE: ("tp2 sp, recompute", "pp2", "cp2", *OF_EXPERTS),
     QWEN3_5: ("tp2", "tp2 sp, recompute", "pp2", "dp2"),
     QWEN3_5_MOE: ("pp2, recompute", *OF_EXPERTS),

@@ -27,7 +27,7 @@ from megarl.training.manifest import HF_FOLDER
 from megarl.training.rank import Rank
 from tests.support.forked_ranks import Ranks
 from tests.support.tolerances import Tolerance
-from tests.support.vision import QWEN2_5, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, png, write_tiny_vision_model
+from tests.support.vision import QWEN2, QWEN2_5, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, png, write_tiny_vision_model
 from tests.training.harness import OPTIMIZER
 from tests.training.seeing import (
     Pictured,
@@ -40,7 +40,7 @@ from tests.training.seeing import (
 )
 from tests.training.seeing_ranks import CASES, MICRO_BATCHES, cases_of
 
-ARCHITECTURES = [QWEN2_5, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE]
+ARCHITECTURES = [QWEN2, QWEN2_5, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE]
 Reference = tuple[list[Tensor], dict[str, Tensor]]
 
 
