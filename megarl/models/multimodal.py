@@ -83,14 +83,19 @@ MULTIMODALS: Mapping[str, Multimodal] = MappingProxyType(
         "LlavaOnevisionForConditionalGeneration": Multimodal("llava_onevision", _LLAVA),
         "InternVLForConditionalGeneration": Multimodal("internvl", _LLAVA),
         # Tokens of a text have the same position on all three axes, which is RoPE as the family has it.
-        "Qwen2VLForConditionalGeneration": Multimodal("qwen2_vl", _QWEN2, {"qwen2_vl_text": "qwen2"}),
+        "Qwen2VLForConditionalGeneration": Multimodal("qwen2_vl", _QWEN2, {"qwen2_vl_text": "qwen2"}, sees=True),
         "Qwen2_5_VLForConditionalGeneration": Multimodal("qwen2_5_vl", _QWEN2, {"qwen2_5_vl_text": "qwen2"}, sees=True),
         "Qwen3VLForConditionalGeneration": Multimodal("qwen3_vl", _NEWER, {"qwen3_vl_text": "qwen3"}, sees=True),
         "Qwen3VLMoeForConditionalGeneration": Multimodal(
-            "qwen3_vl_moe", _NEWER, {"qwen3_vl_moe_text": "qwen3_moe"}, {"norm_topk_prob": True}, stacked_experts=True
+            "qwen3_vl_moe",
+            _NEWER,
+            {"qwen3_vl_moe_text": "qwen3_moe"},
+            {"norm_topk_prob": True},
+            stacked_experts=True,
+            sees=True,
         ),
-        "Qwen3_5ForConditionalGeneration": Multimodal("qwen3_5", _NEWER),
-        "Qwen3_5MoeForConditionalGeneration": Multimodal("qwen3_5_moe", _NEWER),
+        "Qwen3_5ForConditionalGeneration": Multimodal("qwen3_5", _NEWER, sees=True),
+        "Qwen3_5MoeForConditionalGeneration": Multimodal("qwen3_5_moe", _NEWER, sees=True),
         "Glm4vForConditionalGeneration": Multimodal("glm4v", _NEWER, {"glm4v_text": "glm4"}),
     }
 )

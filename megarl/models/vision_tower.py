@@ -20,7 +20,7 @@ from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.core.types import Picture
 from megarl.data.images import pixels
-from megarl.models.hf_files import AGAIN, some, tower_index
+from megarl.models.hf_files import AGAIN, TOWER, some, tower_index
 from megarl.models.hf_read import HfReader
 
 if TYPE_CHECKING:
@@ -28,11 +28,14 @@ if TYPE_CHECKING:
 
 # Of a config.json's model_type: where transformers has the tower, and what it is called there.
 TOWERS = {
+    "qwen2_vl": ("qwen2_vl.modeling_qwen2_vl", "Qwen2VisionTransformerPretrainedModel"),
     "qwen2_5_vl": ("qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"),
     "qwen3_vl": ("qwen3_vl.modeling_qwen3_vl", "Qwen3VLVisionModel"),
+    "qwen3_5": ("qwen3_5.modeling_qwen3_5", "Qwen3_5VisionModel"),
+    "qwen3_5_moe": ("qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeVisionModel"),
+    "qwen3_vl_moe": ("qwen3_vl_moe.modeling_qwen3_vl_moe", "Qwen3VLMoeVisionModel"),
 }
 PROCESSOR = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
-PREFIX = "visual."  # of the tower's names in a folder, behind what else may stand in front
 KEPT_BYTES = 2**29
 
 
@@ -95,7 +98,7 @@ def _load(folder: Path, dtype: torch.dtype, device: str) -> Module:
 
 def _fill(tower: Module, folder: Path) -> None:
     index = tower_index(folder)
-    names = {name.partition(PREFIX)[2]: name for name in index}
+    names = {name.partition(TOWER)[2]: name for name in index}
     expected = dict(tower.named_parameters())
     wrong = {
         "missing": sorted(expected.keys() - names.keys()),

@@ -20,7 +20,7 @@ from megarl.models.vision import Vision
 from megarl.recipe.roles import Optimizer
 from megarl.recipe.supervised import Dpo
 from megarl.training.spec import RoleSpec, SftObjective
-from tests.support.vision import png
+from tests.support.vision import experts_apart, png
 from tests.training.pairs import margin_of, pair_shards, preference_loss
 from tests.training.samples import Example, to_micro_batch
 
@@ -186,7 +186,7 @@ def reference(
     newer = {name: parameter.grad for name, parameter in model.named_parameters()}
     names = names_of_text(newer, folder)
     found = {text: grad for text, name in names.items() if (grad := newer[name]) is not None}
-    return [each.detach() for each in logprobs], found
+    return [each.detach() for each in logprobs], experts_apart(found)
 
 
 def scored_reference(folder: Path, vision: Vision, made: list[Pictured]) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -207,4 +207,4 @@ def scored_reference(folder: Path, vision: Vision, made: list[Pictured]) -> tupl
     newer = {name: parameter.grad for name, parameter in whole.named_parameters()}
     found = {text: grad for text, name in names_of_text(newer, folder).items() if (grad := newer[name]) is not None}
     assert head.grad is not None
-    return [each.detach() for each in values], found | {"score.weight": head.grad}
+    return [each.detach() for each in values], experts_apart(found) | {"score.weight": head.grad}
