@@ -328,7 +328,7 @@ class _Episode:
         """Have their PNGs. Raises EnvironmentFailedError for one that is damaged."""
         began = time.monotonic()
         try:
-            await self._pictures.add(images, where)
+            self._pictures = await self._pictures.with_more(images, where)
         except UserError as error:
             raise EnvironmentFailedError(str(error)) from error
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 import os
 import sys
@@ -36,7 +37,7 @@ def in_parts(messages: Sequence[Message]) -> bool:
 def sendable(messages: Sequence[Message]) -> list[Message]:
     """Messages that have each image as `{"type": "image", "image": bytes}`. It reads files. Raises ValueError."""
     return [
-        {**each, "content": _sendable_parts(each["content"])} if isinstance(each["content"], list) else each
+        {**each, "content": sendable_parts(each["content"])} if isinstance(each["content"], list) else each
         for each in messages
     ]
 
@@ -50,8 +51,8 @@ def sendable_answer(given: Any) -> Any:
     return given
 
 
-def _sendable_parts(parts: Sequence[Any]) -> list[dict[str, Any]]:
-    """Raises ValueError for a part that is neither text nor an image."""
+def sendable_parts(parts: Sequence[Any]) -> list[dict[str, Any]]:
+    """The same of a message's content. Raises ValueError for a part that is neither text nor an image."""
     found: list[dict[str, Any]] = []
     for part in parts:
         kind = kind_of(part)
@@ -75,13 +76,23 @@ def as_parts(value: Any) -> list[dict[str, Any]] | None:
         value = [{"type": IMAGE, "image": value}]
     if not is_shown(value) or not all(kind_of(part) == TEXT or _has_its_image(part) for part in value):
         return None  # JSON of some other kind
-    return _sendable_parts(value)
+    return sendable_parts(value)
+
+
+def identified(content: Any) -> str:
+    """Content as text that tells its images from others."""
+    if isinstance(content, str):
+        return content
+    digests = (
+        f"<image {hashlib.blake2b(each['image'], digest_size=8).hexdigest()}>" for each in content if "image" in each
+    )
+    return "".join(part["text"] if part["type"] == TEXT else next(digests) for part in content)
 
 
 def shown_text(content: Any, place: str = PLACE) -> str:
-    """Content as text, in which `<image>` stands for each image."""
-    if isinstance(content, str):
-        return content
+    """Content as text, in which `<image>` stands for each image; empty where there is none."""
+    if not isinstance(content, list):
+        return content or ""
     return "".join(part["text"] if part["type"] == TEXT else place for part in content)
 
 

@@ -49,7 +49,7 @@ class Observer:
 
     def __init__(self, sight: Sight | None = None, spelled: Sequence[str] = (), blind: str = "") -> None:
         self._sight, self._spelled = sight, tuple(spelled)
-        self._blind = BLIND if sight is None else blind
+        self.blind = blind or (BLIND if sight is None else "")
 
     @classmethod
     def open(cls, recipe: Recipe, tokenizer: Tokenizer, sight: Sight | None) -> Observer:
@@ -61,25 +61,25 @@ class Observer:
         sight = self._sight
         return Pictures(prompt, None, None) if sight is None else Pictures(prompt, sight.image_token, sight.video_token)
 
-    def first(self, messages: Sequence[Message], row: Prompt) -> Observed:
+    def first(self, messages: Sequence[Message], row: Prompt, where: str = "start") -> Observed:
         """An episode's first messages, in which each image of the row has a place: `<image>` in the text, or a part.
 
         Raises EnvironmentFailedError.
         """
-        _check_parts(messages, "start")
+        _check_parts(messages, where)
         placed = list(messages)
         if row.images:
             placed = [{**each, "content": _with_places(each["content"])} for each in messages]
         for text in (shown_text(each["content"]) for each in placed):
             if found := next((token for token in self._spelled if token in text), None):
                 raise EnvironmentFailedError(
-                    f"start gave text that spells {found}, which the model takes for a place of an image or a video. Leave it "
+                    f"{where} gave text that spells {found}, which the model takes for a place of an image or a video. Leave it "
                     "out."
                 )
-        observed = self._observed(placed, "start")
+        observed = self._observed(placed, where)
         if (count := observed.images.count(None)) != len(row.images):
             raise EnvironmentFailedError(
-                f"start gave messages with {count} places of the row's images ({PLACE}, or parts "
+                f"{where} gave messages with {count} places of the row's images ({PLACE}, or parts "
                 f'{{"type": "image"}}), and the row has {len(row.images)}: give what row.messages have'
             )
         return observed
@@ -121,7 +121,7 @@ class Observer:
         shown = []
         for number, message in enumerate(messages, 1):
             content = message["content"]
-            if isinstance(content, list) and message["role"] == "tool" and self._blind:
+            if isinstance(content, list) and message["role"] == "tool" and self.blind:
                 content = shown_text(content, UNSEEN)
             if isinstance(content, list):
                 images += self._images(content, f"{where}, message {number}")
@@ -133,8 +133,8 @@ class Observer:
     def _images(self, parts: Sequence[Mapping[str, Any]], where: str) -> list[Image | None]:
         found: list[Image | None] = []
         for part in (each for each in parts if each["type"] == IMAGE):
-            if self._blind or self._sight is None:
-                raise EnvironmentFailedError(f"{where}: there is an image in it, and {self._blind}")
+            if self.blind or self._sight is None:
+                raise EnvironmentFailedError(f"{where}: there is an image in it, and {self.blind}")
             given = part.get("image")
             if given is None:
                 found.append(None)

@@ -43,7 +43,7 @@ def open_one(
     if recipe.agent.harnessed:
         from megarl.agents.harness import Harnesses
 
-        return Harnesses.open(recipe, router, address, tokenizer)
+        return Harnesses.open(recipe, router, address, tokenizer, sight)
     from megarl.agents.episode import Episodes
 
     return Episodes.open(recipe, router, tokenizer, sight, shared)

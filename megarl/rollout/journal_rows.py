@@ -22,7 +22,8 @@ from megarl.rollout.tasks import GroupTask
 
 # record: L token ids (int32), L log-probs (float32), L bytes of loss mask, label-aligned: see core/types.Record. routing: int16.
 # columns: float32, those of core/types.Sample end to end; column_shapes: name and shape of each. images: number and digest of
-# each that an environment showed; the files themselves are in a table of their own, each once.
+# each that an environment showed; the files themselves are in a table of their own, each once. prompt_images: 0 where those of
+# the prompt do not stand in it.
 COLUMNS = (
     "row integer",
     "first integer",
@@ -48,11 +49,12 @@ COLUMNS = (
     "columns blob",
     "column_shapes text",
     "images text",
+    "prompt_images integer",
     "crc integer",
 )
 NAMES = frozenset(column.split()[0] for column in COLUMNS)
 # What samples have where a journal was written by an older megarl, which did not know the column.
-SINCE = {"starts": "[]", "columns": None, "column_shapes": "[]", "images": "[]"}
+SINCE = {"starts": "[]", "columns": None, "column_shapes": "[]", "images": "[]", "prompt_images": None}
 
 
 class Damage(MegarlError):
@@ -95,6 +97,7 @@ def row_of(
         b"".join(np.ascontiguousarray(column, np.float32).tobytes() for column in sample.columns.values()) or None,
         _json([[name, *column.shape] for name, column in sample.columns.items()]),
         _json([[number, digest(image)] for number, image in sample.shown]),
+        len(sample.prompt.images),
     )
     # Half a character, in what a grader or an environment said, is none that a file can hold.
     whole = tuple(each.encode(errors="replace").decode() if isinstance(each, str) else each for each in values)
@@ -133,7 +136,7 @@ def read_sample(found: Mapping[str, Any], prompt: Prompt, images: Mapping[str, b
     return Sample(
         id=row["id"],
         group_id=row["id"].rpartition("/")[0],
-        prompt=_asked(prompt, row["prompt_text"], record.tokens[: row["prompt_tokens"]]),
+        prompt=_asked(prompt, row["prompt_text"], record.tokens[: row["prompt_tokens"]], row["prompt_images"]),
         response_ids=record.tokens[row["prompt_tokens"] :],
         response_text=row["text"],
         loss_mask=record.loss_mask[response],
@@ -159,9 +162,11 @@ def _columns(blob: bytes | None, shapes: Sequence[Sequence[Any]]) -> dict[str, F
     return {name: part.reshape(shape) for (name, *shape), part in zip(shapes, parts, strict=False)}
 
 
-def _asked(prompt: Prompt, text: str | None, token_ids: TokenArray) -> Prompt:
+def _asked(prompt: Prompt, text: str | None, token_ids: TokenArray, num_images: int | None) -> Prompt:
     """What the sample answered: the row's prompt, or another that was made of it."""
-    return prompt if text is None else replace(prompt, token_ids=token_ids, text=text)
+    return (
+        prompt if text is None else replace(prompt, token_ids=token_ids, text=text, images=prompt.images[:num_images])
+    )
 
 
 def prompt_crc(prompt: Prompt) -> int:

@@ -62,33 +62,37 @@ class Pictures:
         Raises as `made`.
         """
         for sample in samples:
-            if sample.status is not Status.FAILED and (self._prompt.images or sample.shown):
-                sample.images = among(await self.made(), sample.shown)
+            if sample.status is not Status.FAILED and (sample.prompt.images or sample.shown):
+                sample.images = among(await self.made() if sample.prompt.images else (), sample.shown)
 
 
 class EpisodePictures:
-    """Of one episode: its prompt's images, and those that its environment shows, in the order of their tokens."""
+    """Of one episode: its prompt's images, and those that its environment shows, in the order of their tokens.
 
-    def __init__(self, pictures: Pictures) -> None:
-        self._pictures = pictures
-        self._count = 0
-        self._shown: list[tuple[int, bytes]] = []
+    prompts: whether the prompt's are in it. shown: as of Sample. count: of all that stand in it so far.
+    """
 
-    @property
-    def shown(self) -> tuple[tuple[int, bytes], ...]:
-        """As of Sample."""
-        return tuple(self._shown)
+    def __init__(
+        self, pictures: Pictures, *, prompts: bool = True, shown: tuple[tuple[int, bytes], ...] = (), count: int = 0
+    ) -> None:
+        self._pictures, self._prompts, self.shown, self._count = pictures, prompts, shown, count
 
-    async def add(self, images: Sequence[Image | None], where: str) -> None:
-        """Those that stand next; None is the prompt's next. where: for errors. Raises UserError for one that is damaged."""
-        for number, image in enumerate(images, 1):
-            if image is not None:
-                self._shown.append((self._count, await self._pictures.other(image, f"{where}, image {number}")))
-            self._count += 1
+    async def with_more(self, images: Sequence[Image | None], where: str) -> EpisodePictures:
+        """With those that stand next; None is the prompt's next. where: for errors.
+
+        Raises UserError for one that is damaged.
+        """
+        more = [
+            (self._count + number, await self._pictures.other(image, f"{where}, image {number + 1}"))
+            for number, image in enumerate(images)
+            if image is not None
+        ]
+        count = self._count + len(images)
+        return EpisodePictures(self._pictures, prompts=self._prompts, shown=(*self.shown, *more), count=count)
 
     async def sent(self) -> SentImages | None:
         """As of Sends."""
-        return self._pictures.as_sent(among(await self._pictures.made(), self.shown))
+        return self._pictures.as_sent(among(await self._pictures.made() if self._prompts else (), self.shown))
 
 
 def among(prompts: Sequence[bytes], shown: Sequence[tuple[int, bytes]]) -> tuple[bytes, ...]:

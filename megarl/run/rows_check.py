@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from megarl.agents.row_kinds import check_kinds, kind_of
+from megarl.agents.row_kinds import check_kinds
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, TokenArray
 from megarl.core.words import some
@@ -65,15 +65,7 @@ def check_seen(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
 
 
 def _check_shown(agent: Agent, path: Path, showing: Sequence[Prompt]) -> None:
-    """Raises UserError for a row with images whose episodes show none: those of harnesses, and those that are split."""
-    kinds = agent.kinds() if agent.environments else {}
-    for prompt in showing:
-        player = agent if agent.environment_key is None else kinds.get(str(kind_of(agent.environment_key, prompt)))
-        if player is not None and player.harnessed:
-            raise UserError(
-                f"{place_of(path, prompt.id)}: the row has images, and the endpoint shows harnesses none. Play it with an "
-                "agent.environment, or leave such rows out."
-            )
+    """Raises UserError for a row with images whose episodes show none: those that are split."""
     if agent.rewritten == "split":
         raise UserError(
             f"{place_of(path, showing[0].id)}: the row has images, and episodes with agent.rewritten: split show none. Set it to "

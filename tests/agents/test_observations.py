@@ -41,7 +41,9 @@ from tests.agents.looking import (
 from tests.agents.playing import make_settings, play
 from tests.agents.test_tokens import assert_exact
 from tests.agents.test_tools import FakeReader
+from tests.rollout.test_collector import make_recipe
 from tests.support.sight import MARKS, TEMPLATE, picture, seeing_tokenizer
+from tests.support.tiny import write_tiny_qwen
 
 ONE, TWO, THREE = picture(8, 4), picture(9, 9, 1), picture(4, 8, 2)  # two tokens, four, two
 
@@ -258,6 +260,21 @@ def test_a_policy_that_sees_none_is_shown_none(blind: Observer) -> None:
     assert "step, message 1: there is an image in it, and " in sample.metadata["failure"]
     sample, _ = played(row("a"), lambda: Shows([[text("b"), text("c")]]), observer=blind)
     assert sample.status is Status.COMPLETED and has(sample.response_ids, TOKENIZER("bc")["input_ids"])
+
+
+def test_who_sees_none_beside_the_policy_is_known_from_the_recipe(tmp_path: Path) -> None:
+    served = {"servers": {"urls": ["http://127.0.0.1:1"]}}
+    own = write_tiny_qwen(tmp_path / "text")
+    game = {"environment": "guess_number"}
+    for changed, says in (
+        ({}, ""),
+        ({"teacher": served}, "a teacher behind an address (teacher.servers) is asked about text alone"),
+        ({"teacher": {"path": own}}, f"teacher.path {own} is a model that sees none"),
+        ({"agent": game | {"rewritten": "split"}}, "with agent.rewritten: split none is shown"),
+    ):
+        recipe = make_recipe(tmp_path, **{"agent": game, **changed})
+        assert Observer.open(recipe, TOKENIZER, SIGHT).blind == says
+    assert Observer.open(recipe, TOKENIZER, None).blind == "the model sees no images"
 
 
 def test_an_episode_does_not_go_on_behind_an_image_token_that_the_policy_wrote() -> None:
