@@ -184,10 +184,7 @@ def of_model(index: dict[str, TensorInfo], folder: Path, config: ModelConfig) ->
 
 
 def names_of_text(index: Iterable[str], folder: Path) -> dict[str, str]:
-    """Of a multimodal folder: what tensors of its text part are called in a folder of their own -> what they are called here.
-
-    Raises UserError.
-    """
+    """Of a multimodal folder: what tensors of its text part would be called alone -> what they are here. Raises UserError."""
     return text_names(index, multimodal_of(folder), folder)
 
 

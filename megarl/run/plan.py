@@ -114,8 +114,7 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
         workload = _with_staleness(workload, loaded, options.max_staleness)
     plan = _searched(recipe, workload, cluster, options)
     seconds = _band(recipe, workload, cluster, options, plan, lengths)
-    sees = workload.models[ROLLOUT].vision is not None and recipe.data.images_key is not None
-    console.print(_words(lengths, seconds, sees), highlight=False)
+    console.print(_words(lengths, seconds, _may_see(recipe, workload)), highlight=False)
     if (asks := _unlike_pick(recipe, plan)) is not None:
         console.print(
             f"{asks} has servers work while the ranks train, and the fastest placement has both on the same devices: to run it, "
@@ -226,6 +225,11 @@ def _band(
     ends = (replace(workload, responses=each) for each in (lengths.band.low, lengths.band.high))
     low, high = (plan_recipe(recipe, each, cluster, options.name, top=1).best.step_s for each in ends)
     return low, plan.best.step_s, high
+
+
+def _may_see(recipe: Recipe, workload: Workload) -> bool:
+    """Whether prompts may have images, whose tokens count."""
+    return workload.models[ROLLOUT].vision is not None and recipe.data.images_key is not None
 
 
 def _words(lengths: Known, seconds: tuple[float, ...], sees: bool) -> str:

@@ -11,7 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.convert import convert
+from megarl.convert.hf_tensors import hf_tensors
 from megarl.convert.inspection import inspect
+from megarl.models.hf_config import load_model_config
+from megarl.models.hf_files import check_weights
+from megarl.models.hf_save import save_hf
+from megarl.models.rules import expected_tensors
 from megarl.training.manifest import HF_FOLDER, TOWER, read_manifest
 from tests.convert.forked import Conversions
 from tests.support.forked_ranks import Ranks
@@ -75,3 +80,15 @@ def test_experts_that_lie_as_transformers_writes_them_come_back_as_they_are_publ
     assert len(experts) == 8 and all(stored(source)[name].shape != expected[name].shape for name in experts)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("limit", [1, 20_000, 60_000])
+def test_a_layers_experts_are_in_one_file_however_small_files_are_to_be(limit: int, tmp_path: Path) -> None:
+    source = write_tiny_vision_model(tmp_path / "source", QWEN3_MOE)
+    config = load_model_config(source)
+    save_hf([list(hf_tensors(source, None))], config, source, tmp_path / "written", limit)
+    assert len([*(tmp_path / "written").glob("*.safetensors")]) > 5
+    expected, found = stored(source), stored(tmp_path / "written")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    check_weights(expected_tensors(config), tmp_path / "written", config)

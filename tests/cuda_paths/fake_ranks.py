@@ -45,7 +45,7 @@ from megarl.training.spec import PolicyObjective, RoleSpec, SftObjective
 from tests.support import fake_transformer_engine
 from tests.support.large import LAYOUTS, large_model
 from tests.support.tiny import longrope, write_tiny_model
-from tests.support.vision import QWEN2_5, QWEN3, write_tiny_vision_model
+from tests.support.vision import QWEN2_5, QWEN3, QWEN3_MOE, write_tiny_vision_model
 from tests.training.samples import examples, shards
 from tests.training.seeing import pictured_shards, some_pictured
 
@@ -100,7 +100,7 @@ FEW = 4
 ROLE = "actor"
 KINDS = ("fused", "torch")
 # Models that see images: their rotation is not of Transformer Engine's.
-SEEING = (QWEN2_5, QWEN3)
+SEEING = (QWEN2_5, QWEN3, QWEN3_MOE)
 SEEING_WAYS = ("plain", "full recompute")
 # A published model of a family that no recipe has, at a layout that cuts all it has; its first layers are enough. More: LAYOUTS.
 GLM = "zai-org/GLM-4.5-Air", Layout(tp=2, pp=2, ep=8, sequence_parallel=True, world_size=16)

@@ -54,6 +54,7 @@ from tests.training.seeing import (
     transformers_model,
 )
 from tests.training.seeing_ranks import CASES, MICRO_BATCHES, PAIRED, cases_of
+from tests.training.test_roles import chosen_by, routed
 
 ARCHITECTURES = [QWEN2, QWEN2_5, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE]
 DELTA = (QWEN3_5, QWEN3_5_MOE)
@@ -314,6 +315,23 @@ def test_images_are_looked_at_again_after_the_role_was_offloaded(
     first, again = (rank.logprobs("actor", shard) for _ in range(2))
     assert first is not None and again is not None
     assert np.array_equal(first[0][0], again[0][0])
+
+
+def test_routing_is_replayed_beside_images(rank: Rank, folders: dict[str, Path], bounds: Tolerance) -> None:
+    """Of every token, those of images among them."""
+    folder = folders[QWEN3_MOE]
+    rank.build("actor", replace(seeing_spec(folder), routing_replay=True))
+    [shard] = pictured_shards(some_pictured(seen_by(folder)))
+    [[free]] = rank.logprobs("actor", shard) or []
+    chosen = chosen_by(rank.engine("actor"), shard, top=2)
+    squares = np.concatenate([each.example.tokens for each in some_pictured(seen_by(folder))])
+    squares = squares == seen_by(folder).image_token
+    other = np.where(squares[:, None], (chosen + 1) % 4, chosen)
+    [[replayed]], [[moved]] = (
+        rank.logprobs("actor", routed(shard, lambda _, r=each: r)) or [] for each in (chosen, other)
+    )
+    np.testing.assert_allclose(replayed, free, atol=2 * bounds.split)
+    assert np.abs(moved - free)[~squares].max() > 1e-3, "words behind an image attend to it"
 
 
 def with_images(shard: Shard, images: tuple[tuple[bytes, ...], ...]) -> Shard:
