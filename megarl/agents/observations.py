@@ -68,15 +68,30 @@ def sendable_parts(parts: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def as_parts(value: Any) -> list[dict[str, Any]] | None:
-    """What a tool gave as content in parts, where images are in it: such parts, or an image of PIL; else None.
-
-    Raises ValueError.
+    """What a tool gave as content in parts, where images are in it: such parts, an image of PIL, or texts and images of PIL in
+    their order; else None. Raises ValueError.
     """
     if _is_pillow(value):
-        value = [{"type": IMAGE, "image": value}]
+        value = [value]
+    if isinstance(value, list | tuple) and any(map(_is_pillow, value)):
+        value = [_as_part(each) for each in value]
     if not is_shown(value) or not all(kind_of(part) == TEXT or _has_its_image(part) for part in value):
         return None  # JSON of some other kind
     return sendable_parts(value)
+
+
+def _as_part(value: Any) -> Any:
+    """Of what stands beside images of PIL, as a part. What is none is refused where parts are read."""
+    if _is_pillow(value):
+        return {"type": IMAGE, "image": value}
+    return {"type": TEXT, "text": value} if isinstance(value, str) else value
+
+
+def in_json(value: Any) -> str:
+    """What JSON has for a value that it knows no form of. Raises ValueError for an image, of which it would show nothing."""
+    if _is_pillow(value):
+        raise ValueError(f"there is an image of PIL within what it gave; {WANTED}")
+    return str(value)
 
 
 def identified(content: Any) -> str:

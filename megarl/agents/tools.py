@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import to_json
 
 from megarl.agents.environment import Done, EnvironmentBrokenError, EnvironmentFailedError, Message, ToolResult, Turn
-from megarl.agents.observations import as_parts, shown_text
+from megarl.agents.observations import as_parts, in_json, shown_text
 from megarl.agents.patience import ENDS_ALL, NEVER_S, in_words, within
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
@@ -243,7 +243,7 @@ def as_text(value: Any) -> str:
     """A tool's result as the model reads it: text as it is, all else as JSON, and what is none by `str`. Raises ValueError."""
     if isinstance(value, bytes):  # what a program printed need not be UTF-8
         return value.decode("utf-8", "replace")
-    return value if isinstance(value, str) else to_json(value, fallback=str).decode()
+    return value if isinstance(value, str) else to_json(value, fallback=in_json).decode()
 
 
 def as_content(value: Any) -> Content:

@@ -134,16 +134,18 @@ def image_of(given: object, folder: Path, where: str, sight: Sight, most_pixels:
     try:
         with _opened(source) as opened:
             width, height = opened.size
+            if most_pixels is not None and width * height > most_pixels:
+                raise UserError(
+                    f"{where}: {width} x {height} pixels are over the bound of {most_pixels}. Make the image smaller."
+                )
             if _orientation(opened) in SIDEWAYS:
                 width, height = height, width
             if not _ends(source, opened.format):
                 opened.load()
+    except UserError:
+        raise
     except Exception as error:  # as of `png`
         raise _unreadable(source, where, error) from error
-    if most_pixels is not None and width * height > most_pixels:
-        raise UserError(
-            f"{where}: {width} x {height} pixels are over the bound of {most_pixels}. Make the image smaller."
-        )
     try:
         return Image(source, *_settled(width, height, sight), where)
     except ValueError as error:

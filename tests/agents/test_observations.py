@@ -19,7 +19,7 @@ from megarl.agents.observations import as_parts, sendable, sendable_answer
 from megarl.agents.observer import Observer
 from megarl.agents.template import ChatTemplate
 from megarl.agents.tool_use import ToolUse
-from megarl.agents.tools import Tool, Toolbox
+from megarl.agents.tools import Tool, Toolbox, as_content
 from megarl.core.types import Image, Prompt, Sample, Status
 from megarl.data.images import png
 from megarl.recipe.agent import Agent
@@ -200,9 +200,12 @@ def test_what_is_no_image_costs_its_episode_which_says_why(
     ("content", "says"),
     [
         ([part(b"no image")], "step, message 1, image 1: its bytes cannot be decoded as an image"),
-        ([part(ONE), part(ONE[:60])], "step, image 2: its bytes cannot be decoded as an image"),
+        ([part(ONE), part(ONE[:60])], "step, message 1, image 2: its bytes cannot be decoded as an image"),
+        ([part(ONE), part(ONE[:60] + ONE[-12:])], "step, image 2: its bytes cannot be decoded as an image"),
         ([part(picture(900, 4))], "step, message 1, image 1: 900 x 4 pixels: the longer side is more than 200 times"),
         ([part(picture(40, 30))], "step, message 1, image 1: 40 x 30 pixels are over the bound of 1000"),
+        # Nothing is decoded to find that out, of one that does not end as whole ones do either.
+        ([part(picture(40, 30)[:-9])], "step, message 1, image 1: 40 x 30 pixels are over the bound of 1000"),
         ([{"type": "image"}], 'step gave a part {"type": "image"} without an image'),
         ([], "step gave as message 1"),
     ],
@@ -329,6 +332,20 @@ def test_a_tools_json_that_speaks_of_images_stays_json() -> None:
     assert as_parts([{"type": "image", "src": "a"}]) is None
     assert as_parts([{"type": "image_url", "image_url": data_url(ONE)}, 5]) is None
     assert as_parts({"type": "image", "image": ONE}) is None and as_parts([]) is None and as_parts("a") is None
+
+
+def test_images_of_pil_among_a_tools_texts_are_shown_and_within_its_json_are_refused() -> None:
+    """Of an image JSON would tell the policy where it lies in memory."""
+    image = Pillow.open(io.BytesIO(ONE))
+    for given in ([image, "b"], (image, text("b"))):
+        content = as_content(given)
+        assert [each["type"] for each in content] == ["image", "text"] and content[1] == text("b")
+        assert as_png(content[0]["image"]) == as_png(ONE)
+    with pytest.raises(ValueError, match="there is an image of PIL within what it gave; wanted are parts"):
+        as_content({"shown": image})
+    with pytest.raises(ValueError, match="there is an image of PIL within what it gave"):
+        as_content([image, 5])
+    assert as_content({"at": Path("a")}) == '{"at":"a"}'
 
 
 def played_apart(folder: Path, wrong: str = "") -> tuple[Sample, SeeingPolicy]:

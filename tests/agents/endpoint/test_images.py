@@ -100,6 +100,7 @@ def test_what_is_no_image_and_another_image_than_before_are_refused_and_leave_no
         with_image("data:image/png;base64,?"),
         with_image(data_url(b"none")),
         with_image(data_url(picture(64, 64)[:3000])),
+        with_image(data_url(picture(64, 64)[:3000] + ONE[-12:])),
     ]
     harness = Looks(*wrong)
     sample, fake = looked(row("a"), harness)
@@ -109,6 +110,7 @@ def test_what_is_no_image_and_another_image_than_before_are_refused_and_leave_no
         "an image that is no data URL",
         "an image that is no data URL",
         "an image is a data URL whose content is no base64",
+        "messages, message 1, image 1: its bytes cannot be decoded as an image",
         "messages, message 1, image 1: its bytes cannot be decoded as an image",
         "messages, image 1: its bytes cannot be decoded as an image",
     )
