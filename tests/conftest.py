@@ -164,7 +164,13 @@ def copies() -> Iterator[Copies]:
         yield made
 
 
-@pytest.fixture(scope="session", params=["Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"])
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param("Qwen2VLForConditionalGeneration", marks=pytest.mark.slow),
+        *(f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")),
+    ],
+)
 def seen(request: pytest.FixtureRequest, copies: Copies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
     """A real server of a tiny model of each architecture that sees images, and transformers' model with the same weights.
 

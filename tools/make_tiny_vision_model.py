@@ -1,4 +1,4 @@
-"""Writes a tiny Qwen2.5-VL or Qwen3-VL in HF format: random weights, the tiny model's tokenizer with tokens for images.
+"""Writes a tiny random Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen3.5 in HF format, and a tokenizer with tokens for images.
 
 For the task of `make_colors.py` and for tests: nothing is downloaded, and the same options give the same bytes. The tower is as
 random as the rest, and what it makes of an image is there for the text part to read.
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
@@ -30,12 +31,34 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-ARCHITECTURES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
-PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 16}
+ARCHITECTURES = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+}
+CONFIGS = {
+    "qwen2_vl": "Qwen2VLConfig",
+    "qwen2_5_vl": "Qwen2_5_VLConfig",
+    "qwen3_vl": "Qwen3VLConfig",
+    "qwen3_vl_moe": "Qwen3VLMoeConfig",
+    "qwen3_5": "Qwen3_5Config",
+    "qwen3_5_moe": "Qwen3_5MoeConfig",
+}
+PATCH = {kind: 14 if kind.startswith("qwen2") else 16 for kind in ARCHITECTURES}
+UNTIED = ("qwen3_vl_moe",)  # as published, and as SGLang builds it in any case
 MERGE = 2  # patches of a token's side
 HEAD, KV_HEADS = 32, 2
 AXES = [6, 5, 5]  # of a head's 16 frequencies: time, row, column
-Kind = Literal["qwen2_5_vl", "qwen3_vl"]
+HALF_AXES = [3, 3, 2]  # of 8, where half of a head turns
+DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+Kind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 
 
 def make_vision_tokenizer() -> PreTrainedTokenizerFast:
@@ -64,7 +87,7 @@ def _config(kind: Kind, tokenizer: PreTrainedTokenizerFast, *, hidden_size: int,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": kind not in UNTIED,
     }
     tower: dict[str, Any] = {
         "depth": 2,
@@ -76,14 +99,26 @@ def _config(kind: Kind, tokenizer: PreTrainedTokenizerFast, *, hidden_size: int,
         "spatial_merge_size": MERGE,
         "initializer_range": INITIALIZER_RANGE,
     }
-    if kind == "qwen2_5_vl":
-        make, tower = transformers.Qwen2_5_VLConfig, tower | {"fullatt_block_indexes": [1], "window_size": 112}
+    if kind == "qwen2_vl":
+        tower |= {"embed_dim": tower["hidden_size"], "mlp_ratio": 2, "hidden_size": hidden_size}
+    elif kind == "qwen2_5_vl":
+        tower |= {"fullatt_block_indexes": [1], "window_size": 112}
     else:
-        make, tower = transformers.Qwen3VLConfig, tower | {"deepstack_visual_indexes": [0, 1]}
         text, rope["mrope_interleaved"] = text | {"head_dim": HEAD}, True
+    if kind.startswith("qwen3_vl"):
+        tower |= {"deepstack_visual_indexes": [0, 1]}
+    if kind.startswith("qwen3_5"):
+        rope |= {"partial_rotary_factor": 0.5, "mrope_section": HALF_AXES}
+        text |= DELTA | {"layer_types": (["linear_attention", "full_attention"] * layers)[:layers]}
+    if kind.endswith("_moe"):
+        width = hidden_size // 4 * 3
+        text |= EXPERTS | {"moe_intermediate_size": width, "shared_expert_intermediate_size": width}
+    make = getattr(transformers, CONFIGS[kind])
     tokens = {"image_token_id": image, "video_token_id": video}
     tokens |= {"vision_start_token_id": start, "vision_end_token_id": end}
-    return make(text_config=text, vision_config=tower, **tokens, tie_word_embeddings=True, dtype="float32")
+    return make(
+        text_config=text, vision_config=tower, **tokens, tie_word_embeddings=kind not in UNTIED, dtype="float32"
+    )
 
 
 def make_tiny_vision_model(
@@ -112,11 +147,13 @@ def make_tiny_vision_model(
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
+    if kind == "qwen3_vl_moe":
+        _exchange_experts(folder / "model.safetensors")
     tokenizer.save_pretrained(folder)
     square = PATCH[kind] * MERGE
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}[kind],
+        "processor_class": "Qwen2_5_VLProcessor" if kind.startswith("qwen2") else "Qwen3VLProcessor",
         "size": {"shortest_edge": square**2, "longest_edge": 64 * square**2},
         "patch_size": PATCH[kind],
         "temporal_patch_size": 2,
@@ -128,10 +165,17 @@ def make_tiny_vision_model(
     return int(model.num_parameters())
 
 
+def _exchange_experts(path: Path) -> None:
+    """Give experts rows in the place of columns, as they are published, and as SGLang takes them."""
+    tensors = load_file(path)
+    turned = {name: each.mT.contiguous() if ".experts." in name else each for name, each in tensors.items()}
+    save_file(turned, path, {"format": "pt"})
+
+
 def main(
     *,
     out: Annotated[Path, typer.Option(help="Folder to write; made if missing, overwritten if there.")],
-    kind: Annotated[str, typer.Option(help="qwen2_5_vl or qwen3_vl.")] = "qwen2_5_vl",
+    kind: Annotated[str, typer.Option(help=f"{', '.join(ARCHITECTURES)}.")] = "qwen2_5_vl",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights. The same seed gives the same bytes.")] = 1,
     hidden_size: Annotated[int, typer.Option(min=64, help="Width of the text part's residual stream.")] = 128,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the text part.")] = 2,
@@ -143,7 +187,7 @@ def main(
     """
     disable_progress_bar()
     if kind not in PATCH:
-        raise typer.BadParameter(f"{kind!r}: allowed are {' and '.join(PATCH)}")
+        raise typer.BadParameter(f"{kind!r}: allowed are {', '.join(PATCH)}")
     sizes = {"hidden_size": hidden_size, "layers": layers, "context": context}
     try:
         parameters = make_tiny_vision_model(out, kind=kind, seed=seed, **sizes)  # type: ignore[arg-type]

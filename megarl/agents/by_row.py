@@ -14,6 +14,7 @@ from megarl.agents.tool_sources import open_shared
 from megarl.agents.tools import Holder
 from megarl.core.types import Sample
 from megarl.data.chat import Tokenizer
+from megarl.data.images import Sight
 from megarl.recipe.schema import Recipe
 from megarl.rollout.asking import Asker
 from megarl.rollout.attempt import Attempt, Player
@@ -27,13 +28,18 @@ class PlayersByRow:
         self._players, self._key, self._held = players, key, held
 
     @classmethod
-    def open(cls, recipe: Recipe, router: ServerEndpoint, address: str, tokenizer: Tokenizer) -> PlayersByRow:
-        """Of a recipe that names some. Raises UserError where an environment, a function or a tool does not import."""
+    def open(
+        cls, recipe: Recipe, router: ServerEndpoint, address: str, tokenizer: Tokenizer, sight: Sight | None = None
+    ) -> PlayersByRow:
+        """Of a recipe that names some. sight: of a model that sees images.
+
+        Raises UserError where an environment, a function or a tool does not import.
+        """
         agent = recipe.agent
         assert agent is not None and agent.environment_key is not None
         shared = open_shared(agent)
         players = {
-            name: open_one(recipe.model_copy(update={"agent": kind}), router, address, tokenizer, shared)
+            name: open_one(recipe.model_copy(update={"agent": kind}), router, address, tokenizer, sight, shared)
             for name, kind in agent.kinds().items()
         }
         return cls(players, agent.environment_key, shared.held)

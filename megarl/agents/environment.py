@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from megarl.algorithms.limits import MAX_REWARD
@@ -14,7 +15,7 @@ from megarl.core.errors import MegarlError
 from megarl.core.words import shortened
 from megarl.data.answers import Answer
 
-# A chat message: `role` and `content`, both strings.
+# A chat message: `role` and `content`, both strings; with images the content is in parts (observations.py).
 Message = dict[str, Any]
 
 
@@ -36,7 +37,8 @@ class EpisodeRow:
 
     id, answer: as of Prompt. messages: of the field data.prompt_key, a string as one message of the user. fields: all others. An
     answer is empty where the row has none. seed: for whatever is random; all episodes of a group have the same, so that they
-    play the same game.
+    play the same game. images: of a model that sees, in the order of their places in the messages, which are `<image>`; files, or
+    the bytes of some, as the row has them.
     """
 
     id: str
@@ -44,6 +46,7 @@ class EpisodeRow:
     answer: Answer
     fields: Mapping[str, Any]
     seed: int
+    images: tuple[Path | bytes, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ class Done:
 class ToolResult:
     """What a method that the policy called gives where the call was worth something, or is counted; else its content will do.
 
-    content: what the policy is told, text or what becomes JSON. reward: of the call; those of a turn are added. metrics: as of
-    Done; of several with one name in an episode the last counts.
+    content: what the policy is told: text, an image of PIL, parts of both, or what becomes JSON. reward: of the call; those of a
+    turn are added. metrics: as of Done; of several with one name in an episode the last counts.
     """
 
     content: Any
@@ -171,7 +174,9 @@ def _messages(found: object, where: Literal["start", "step"]) -> list[Message]:
     if not isinstance(found, list | tuple) or not found:
         raise EnvironmentFailedError(f"{where} gave {_shown(found)}; {wanted}.")
     for number, message in enumerate(found, 1):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        parts = isinstance(message, dict) and isinstance(message.get("content"), list) and bool(message["content"])
+        texts = ("role",) if parts else ("role", "content")
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in texts):
             raise EnvironmentFailedError(f"{where} gave as message {number} {_shown(message)}; {wanted}.")
     return list(found)
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.agents.environment import EnvironmentBrokenError, EnvironmentFailedError, EpisodeRow, Response
-from megarl.agents.environment_wire import Answer, Call, Cancel
+from megarl.agents.environment_wire import MOST_BYTES, Answer, Call, Cancel
 from megarl.core.end_signals import ending_of
 from megarl.core.log import get_logger
 from megarl.recipe.agent import Agent
@@ -27,6 +27,7 @@ from megarl.serving.process import GUARD
 log = get_logger(__name__)
 
 START_S = 60.0
+MOST_FRAME = MOST_BYTES + 2**16  # of an answer with what is around its value
 CLOSE_S = 5.0
 
 
@@ -194,6 +195,8 @@ class _Process:
                 reading.cancel()
                 break
             if (answer := reading.result()) is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)  # it says nothing any more that could be read
                 break
             waiting = self._waiting.get(answer.number)
             if waiting is not None and not waiting.done():
@@ -205,10 +208,15 @@ class _Process:
 
 
 async def _read(reader: asyncio.StreamReader) -> Answer | None:
-    """The next answer; None where there is none any more."""
+    """The next answer; None where there is none any more, or it is larger than any that is sent."""
     try:
-        header = await reader.readexactly(HEADER.size)
-        body = await reader.readexactly(HEADER.unpack(header)[0])
+        (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+        if size > MOST_FRAME:
+            log.warning(
+                "an environments' process is ended: it would send %d bytes, and %d at most are read", size, MOST_FRAME
+            )
+            return None
+        body = await reader.readexactly(size)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     answer: Answer = pickle.loads(body)

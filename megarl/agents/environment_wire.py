@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MOST_BYTES = 2**28  # of an answer: what an environment shows at once
+
 
 @dataclass(frozen=True)
 class Call:

@@ -20,13 +20,15 @@ from concurrent.futures import Future
 from typing import Any, BinaryIO
 
 from megarl.agents.environment import Environment
-from megarl.agents.environment_wire import Answer, Call, Cancel
+from megarl.agents.environment_wire import MOST_BYTES, Answer, Call, Cancel
 from megarl.agents.loading import Make, open_environment
+from megarl.agents.observations import sendable_answer
 from megarl.agents.patience import ENDS_ALL, MOST_TRACE, in_words
 from megarl.agents.tools import as_given
 from megarl.recipe.agent import Agent
 from megarl.rewards.worker import HEADER, frame
 
+MOST_WORDS = 2**15  # characters of an error
 CLOSE_S = 10.0  # for an environment to close after nobody waits for that any more
 
 
@@ -69,12 +71,12 @@ class _Home:
             if method == "start":
                 self._environment = self._make()
                 messages = await self._environment.start(*arguments)
-                return messages, bool(getattr(self._environment, "timed", False))
+                return sendable_answer(messages), bool(getattr(self._environment, "timed", False))
             if self._environment is None:
                 return None
             given = getattr(self._environment, method)(*arguments, **(asked.values or {}))
             given = await given if inspect.isawaitable(given) else given
-            return given if asked.values is None else as_given(given)
+            return sendable_answer(given) if asked.values is None else as_given(given)
         except ENDS_ALL as error:  # would end the thread
             raise RuntimeError(f"it exits ({error})") from error
 
@@ -120,11 +122,17 @@ def _answer(number: int, ended: Future[Any]) -> Answer:
     error = ended.exception()
     if error is None:
         try:
-            return Answer(number, pickle.dumps(ended.result()))
+            value = pickle.dumps(ended.result())
+            if len(value) <= MOST_BYTES:
+                return Answer(number, value)
+            return Answer(
+                number,
+                error=f"ValueError: what it gave has {len(value)} bytes, and {MOST_BYTES} at most leave its process",
+            )
         except Exception as unfit:  # whatever pickling a user's object raises
             return Answer(number, error=f"{type(unfit).__name__}: what it gave cannot leave its process: {unfit}")
     trace = "".join(traceback.format_exception(error))[-MOST_TRACE:]
-    return Answer(number, error=in_words(error), trace=trace)
+    return Answer(number, error=in_words(error)[:MOST_WORDS], trace=trace)
 
 
 def serve(make: Make, channel: socket.socket) -> None:

@@ -5,9 +5,10 @@ What becomes of tokens is transcript.py's and template.py's; what an environment
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from megarl.agents.environment import (
@@ -23,6 +24,8 @@ from megarl.agents.environment import (
 )
 from megarl.agents.environment_processes import EnvironmentProcesses
 from megarl.agents.loading import REWARD, Make, has_step, open_environment
+from megarl.agents.observations import in_parts, sendable
+from megarl.agents.observer import Observer
 from megarl.agents.patience import NEVER_S, within
 from megarl.agents.renderings import Renderings
 from megarl.agents.rows import episode_row
@@ -30,15 +33,17 @@ from megarl.agents.tally import Budget, Tally
 from megarl.agents.template import ChatTemplate
 from megarl.agents.tool_sources import SharedTools
 from megarl.agents.tool_use import ToolUse
-from megarl.agents.tools import ToolCall, apart
+from megarl.agents.tools import MOST_SHOWN, Result, ToolCall, apart
 from megarl.agents.transcript import Transcript
-from megarl.core.errors import TemplateRefusalError
+from megarl.core.errors import TemplateRefusalError, UserError
 from megarl.core.log import get_logger
-from megarl.core.types import Prompt, Sample
+from megarl.core.types import Image, Prompt, Sample
 from megarl.data.chat import Tokenizer
+from megarl.data.images import Sight
 from megarl.recipe.schema import Recipe
 from megarl.rollout.asking import Asker, Request, RequestFailedError
 from megarl.rollout.attempt import Attempt
+from megarl.rollout.pictures import EpisodePictures
 from megarl.serving.answers import Generation
 from megarl.serving.client import ServerEndpoint
 
@@ -55,7 +60,7 @@ class EpisodeSettings:
 
     processes: that environments are made in, in the place of `make`; None: in this one. close: what environments have in common.
     split: whether another sequence begins where the template rewrites earlier turns. has_step: whether environments answer a turn
-    without a call; else it ends the episode, and `reward` says what that was worth.
+    without a call; else it ends the episode, and `reward` says what that was worth. observer: how the policy sees messages.
     """
 
     make: Make
@@ -71,6 +76,7 @@ class EpisodeSettings:
     close: Callable[[], Awaitable[None]] | None = None
     split: bool = False
     has_step: bool = True
+    observer: Observer = field(default_factory=Observer)
 
 
 class Episodes:
@@ -81,9 +87,14 @@ class Episodes:
 
     @classmethod
     def open(
-        cls, recipe: Recipe, router: ServerEndpoint, tokenizer: Tokenizer, shared: SharedTools | None = None
+        cls,
+        recipe: Recipe,
+        router: ServerEndpoint,
+        tokenizer: Tokenizer,
+        sight: Sight | None = None,
+        shared: SharedTools | None = None,
     ) -> Episodes:
-        """Of a recipe that has an agent. shared: tools that somebody else closes.
+        """Of a recipe that has an agent. sight: of a model that sees images. shared: tools that somebody else closes.
 
         Raises UserError where its environment or a tool does not import.
         """
@@ -107,6 +118,7 @@ class Episodes:
                 processes=processes,
                 split=agent.rewritten == "split",
                 has_step=has_step(agent),
+                observer=Observer.open(recipe, tokenizer, sight),
             )
         )
 
@@ -142,6 +154,7 @@ class _Episode:
         self.tally = Tally(attempt)
         self._renderings: Renderings | None = None  # where episodes are split
         self._calls: tuple[ToolCall, ...] = ()  # of the last turn
+        self._pictures = EpisodePictures(attempt.pictures or settings.observer.pictures(attempt.prompt))
 
     async def play(self) -> Sample:
         prompt = await self._start()
@@ -154,7 +167,7 @@ class _Episode:
             self.tally.rewards.append(float(outcome.reward))
             if isinstance(outcome, Done):
                 return self._ended(prompt, transcript, metrics=outcome.metrics)
-            over = self._told(transcript, outcome, answer.token_ids.tolist())
+            over = await self._told(transcript, outcome, answer.token_ids.tolist())
             if over is not None:
                 return await self._over(prompt, transcript, over)
 
@@ -178,9 +191,10 @@ class _Episode:
 
         async def start() -> list[Message]:
             self._environment = remote or settings.make()
-            return check_start(await self._environment.start(told))
+            return await self._sendable(check_start(await self._environment.start(told)), "start")
 
-        first = await self._of_environment(start, "start")
+        observed = settings.observer.first(await self._of_environment(start, "start"), attempt.prompt)
+        first, images = observed.messages, observed.images
         most = settings.max_prompt_tokens
         if settings.template.exceeds(first, most):
             raise EnvironmentFailedError(f"start gave messages far over data.max_prompt_tokens={most}")
@@ -188,10 +202,12 @@ class _Episode:
             ids, text = settings.template.prompt(first)
         except TemplateRefusalError as error:
             raise EnvironmentFailedError(f"start: {error}") from error
+        ids = settings.observer.expanded(ids, observed.sized(attempt.prompt), "start")
         if len(ids) > most:
             raise EnvironmentFailedError(
                 f"start gave messages of {len(ids)} tokens, over data.max_prompt_tokens={most}"
             )
+        await self._show(images, "start")
         if settings.split:
             self._renderings = Renderings(settings.template, first)
         self.tally.say(first, len(ids))
@@ -203,7 +219,7 @@ class _Episode:
         sampling = attempt.seeded(self.tally.turns)
         left = sampling.max_tokens - transcript.num_response
         sampling = replace(sampling, max_tokens=min(left, self._settings.turn_tokens or left))
-        request = Request(transcript.context, sampling)
+        request = Request(transcript.context, sampling, pictures=self._pictures)
         try:
             answer = await self._asker.ask(request, step=attempt.step, expected_tokens=attempt.expected_tokens)
         finally:
@@ -221,7 +237,12 @@ class _Episode:
         response = Response(answer.text, tuple(answer.token_ids.tolist()), self.tally.turns - 1)
 
         async def step() -> Turn | Done:
-            return check_step(await environment.step(response))  # what it looks at is a user's as well, and may raise
+            outcome = check_step(
+                await environment.step(response)
+            )  # it looks at what is a user's as well, and may raise
+            if isinstance(outcome, Done):
+                return outcome
+            return replace(outcome, messages=await self._sendable(outcome.messages, "step"))
 
         timed = getattr(environment, "timed", False)  # it ends in time by itself, and waits for others meanwhile
         return await self._of_environment(step, "step", NEVER_S if timed else None)
@@ -246,41 +267,72 @@ class _Episode:
         if used is None:
             return None
         self._calls = used.calls
-        self.tally.num_calls += len(used.results)
-        self.tally.num_call_failures += sum(result.failed for result in used.results)
-        self.tally.num_cut_results += sum(result.cut for result in used.results)
-        worths = [result.worth for result in used.results if result.worth is not None]
+        results = [self._told_as_seen(result) for result in used.results]
+        self.tally.num_calls += len(results)
+        self.tally.num_call_failures += sum(result.failed for result in results)
+        self.tally.num_cut_results += sum(result.cut for result in results)
+        worths = [result.worth for result in results if result.worth is not None]
         for worth in worths:
             self.tally.metrics.update(worth.metrics)
         reward = sum(float(worth.reward) for worth in worths)
         if any(isinstance(worth, Done) for worth in worths):
             return Done(reward)
-        return Turn([result.message for result in used.results], reward)
+        return Turn([result.message for result in results], reward)
 
-    def _told(self, transcript: Transcript, turn: Turn, wrote: list[int]) -> Budget | None:
+    def _told_as_seen(self, result: Result) -> Result:
+        """The policy is told of an image that cannot be shown, as of whatever else goes wrong in a call."""
+        why = self._settings.observer.unfit(result.message)
+        if not why:
+            return result
+        return replace(result, message={**result.message, "content": f"error: {why[:MOST_SHOWN]}"}, failed=True)
+
+    async def _told(self, transcript: Transcript, turn: Turn, wrote: list[int]) -> Budget | None:
         """Append what the environment said; which budget ran out, if one did. wrote: what the policy wrote before it."""
         if self.tally.turns >= self._settings.max_turns:
             return "turns"
         if self.tally.seconds > self._settings.timeout_s:
             return "time"
-        template, anew = self._settings.template, None
-        if template.exceeds(turn.messages, self._attempt.sampling.max_tokens - transcript.num_response):
+        template, observer, anew = self._settings.template, self._settings.observer, None
+        observed = observer.later(turn.messages)
+        messages = observed.messages
+        if template.exceeds(messages, self._attempt.sampling.max_tokens - transcript.num_response):
             return "tokens"
         try:
-            ids = template.following(turn.messages, wrote[-1:], self._calls)
+            ids = template.following(messages, wrote[-1:], self._calls)
             if self._renderings is not None:
-                anew = self._renderings.next(template.text_with_marks(wrote), turn.messages)
+                anew = self._renderings.next(template.text_with_marks(wrote), messages)
         except TemplateRefusalError as error:
             raise EnvironmentFailedError(f"step: {error}") from error
+        ids = observer.expanded(ids, observed.sized(self._attempt.prompt), "step")
         added = len(ids if anew is None else anew)
         if transcript.num_response + added >= self._attempt.sampling.max_tokens:
             return "tokens"  # the policy could write nothing after it
+        await self._show(observed.images, "step")  # decoded now: their tokens have room
         if anew is None:
             transcript.told(ids)
         else:
             transcript.begin(anew, ids)
-        self.tally.say(turn.messages, len(ids))
+        self.tally.say(messages, len(ids))
         return None
+
+    async def _sendable(self, messages: Sequence[Message], where: str) -> list[Message]:
+        """With images as bytes. Those of another process came so, and no path that it names is read here."""
+        if self._settings.processes is not None or not in_parts(messages):
+            return list(messages)
+        try:
+            return await asyncio.to_thread(sendable, messages)
+        except ValueError as error:
+            raise EnvironmentFailedError(f"{where}: {error}") from error
+
+    async def _show(self, images: Sequence[Image | None], where: str) -> None:
+        """Have their PNGs. Raises EnvironmentFailedError for one that is damaged."""
+        began = time.monotonic()
+        try:
+            self._pictures = await self._pictures.with_more(images, where)
+        except UserError as error:
+            raise EnvironmentFailedError(str(error)) from error
+        finally:
+            self.tally.environment_s += time.monotonic() - began
 
     async def _over(self, prompt: Prompt, transcript: Transcript, over: Budget) -> Sample:
         """The end by a budget. An environment without step says of it, too, what it was worth: the last turn has that."""
@@ -305,7 +357,7 @@ class _Episode:
             }
         if settings.split:
             more["sequences"] = 1.0 + len(transcript.starts)
-        return tally.ended(
+        sample = tally.ended(
             prompt,
             transcript,
             self._asker.decode,
@@ -314,6 +366,8 @@ class _Episode:
             rewards=settings.rewards,
             more=more,
         )
+        sample.shown = self._pictures.shown
+        return sample
 
     async def _of_environment(self, call: Callable[[], Awaitable[T]], what: str, seconds: float | None = None) -> T:
         began = time.monotonic()

@@ -19,9 +19,11 @@ from megarl.agents.endpoint.refusal import RefusedError
 from megarl.agents.endpoint.session import Budgets, EpisodeSession
 from megarl.agents.environment import EnvironmentFailedError, EpisodeRow
 from megarl.agents.harness_kinds import Harness, open_harness
+from megarl.agents.observer import Observer
 from megarl.agents.rows import episode_row
 from megarl.core.types import Sample
 from megarl.data.chat import Tokenizer
+from megarl.data.images import Sight
 from megarl.recipe.schema import Recipe
 from megarl.rollout.asking import Asker
 from megarl.rollout.attempt import Attempt
@@ -57,8 +59,13 @@ class Harnesses:
         self._room = contextlib.nullcontext() if settings.most is None else asyncio.Semaphore(settings.most)
 
     @classmethod
-    def open(cls, recipe: Recipe, router: ServerEndpoint, address: str, tokenizer: Tokenizer) -> Harnesses:
-        """Of a recipe that names a harness. address: of this node. Raises UserError where a function does not import."""
+    def open(
+        cls, recipe: Recipe, router: ServerEndpoint, address: str, tokenizer: Tokenizer, sight: Sight | None = None
+    ) -> Harnesses:
+        """Of a recipe that names a harness. address: of this node. sight: of a model that sees images.
+
+        Raises UserError where a function does not import.
+        """
         agent = recipe.agent
         assert agent is not None
         parser = None if agent.tool_parser is None else CallParser(router, agent.tool_parser)
@@ -71,7 +78,7 @@ class Harnesses:
             graded=bool(recipe.reward.by_name()),
             most=None if agent.command is None else agent.processes,
         )
-        return cls(settings, Model(agent.served_as, tokenizer, parser))
+        return cls(settings, Model(agent.served_as, tokenizer, parser, Observer.open(recipe, tokenizer, sight)))
 
     async def play(self, attempt: Attempt, asker: Asker) -> Sample:
         """One episode. What its harness does wrong makes it a sample of Status.FAILED, as a server's failure does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import orjson
@@ -70,11 +72,17 @@ def row_json(row: EpisodeRow) -> bytes:
         "answer": row.answer,
         "fields": dict(row.fields),
         "seed": row.seed,
+        **({"images": [_as_url(each) for each in row.images]} if row.images else {}),
     }
     try:
         return orjson.dumps(told, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS) + b"\n"
     except orjson.JSONEncodeError:  # whole numbers beyond 64 bits
         return json.dumps(told, default=str).encode() + b"\n"
+
+
+def _as_url(image: Path | bytes) -> str:
+    """A path, or the row's bytes as a data URL."""
+    return str(image) if isinstance(image, Path) else f"data:;base64,{base64.b64encode(image).decode()}"
 
 
 class _Tail:

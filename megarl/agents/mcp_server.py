@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.agents.environment import EnvironmentFailedError
+from megarl.agents.observations import IMAGE, TEXT, as_parts
 from megarl.agents.patience import within
+from megarl.agents.tools import Content
 from megarl.core.errors import UserError
 from megarl.core.log import get_logger
 from megarl.core.ray_env import without_ray
@@ -47,8 +49,8 @@ class McpServer:
         self._ready: asyncio.Future[Client] | None = None  # of a connection that is being made, or is there
         self._leave = asyncio.Event()
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What a tool gives, as text. Raises EnvironmentFailedError where the server says that it failed.
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Content:
+        """What a tool gives. Raises EnvironmentFailedError where the server says that it failed.
 
         A server that ended is started, or looked for, anew by the next call; this one has failed. So is one that hangs: after a
         call that was given up, or answered with what is no answer, it is asked for its tools. One that starts for longer than a
@@ -67,10 +69,9 @@ class McpServer:
             elif _unclear(error):
                 self._look_later(ready, client)
             raise
-        text = _text(result)
         if result.is_error:
-            raise EnvironmentFailedError(text)
-        return text
+            raise EnvironmentFailedError(_text(result))
+        return _content(result)
 
     async def tools(self) -> list[dict[str, Any]]:
         """The schemas of its tools, as chat templates want them."""
@@ -151,7 +152,7 @@ class McpTool:
         self.schema = schema
         self.name: str = schema["function"]["name"]
 
-    async def call(self, arguments: str, seconds: float) -> str:
+    async def call(self, arguments: str, seconds: float) -> Content:
         """As of Tool. The server checks the arguments."""
         try:
             given = parse_arguments(arguments)  # without half characters: a server's connection does not outlive one
@@ -241,6 +242,24 @@ def _unclear(error: Exception) -> bool:
 def _schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     shown = {key: value for key, value in parameters.items() if key not in ("title", "$schema")}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": shown}}
+
+
+def _content(result: CallToolResult) -> Content:
+    """What the policy is told: as of `_text`, but with the images of a result that has some. Raises ValueError."""
+    from mcp_types import ImageContent
+
+    if not any(isinstance(block, ImageContent) for block in result.content):
+        return _text(result)
+    parts: list[dict[str, Any]] = []
+    for number, block in enumerate(result.content):
+        parts += [{"type": TEXT, "text": "\n"}] if number else []
+        if isinstance(block, ImageContent):
+            parts.append({"type": IMAGE, "image": f"data:{block.mime_type};base64,{block.data}"})
+        else:
+            parts.append({"type": TEXT, "text": _shown(block)})
+    found = as_parts(parts)
+    assert found is not None
+    return found
 
 
 def _text(result: CallToolResult) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.data.chat import Tokenizer
+from megarl.data.images import Sight
 from megarl.recipe.schema import Recipe
 from megarl.rollout.attempt import Player
 from megarl.serving.client import ServerEndpoint
@@ -13,18 +14,28 @@ if TYPE_CHECKING:
     from megarl.agents.tool_sources import SharedTools
 
 
-def open_player(recipe: Recipe, router: ServerEndpoint, address: str, tokenizer: Tokenizer) -> Player:
-    """Of a recipe that has an agent. address: of this node. Raises UserError where what it names does not import."""
+def open_player(
+    recipe: Recipe, router: ServerEndpoint, address: str, tokenizer: Tokenizer, sight: Sight | None = None
+) -> Player:
+    """Of a recipe that has an agent. address: of this node. sight: of a model that sees images.
+
+    Raises UserError where what it names does not import.
+    """
     assert recipe.agent is not None
     if recipe.agent.environments:
         from megarl.agents.by_row import PlayersByRow
 
-        return PlayersByRow.open(recipe, router, address, tokenizer)
-    return open_one(recipe, router, address, tokenizer)
+        return PlayersByRow.open(recipe, router, address, tokenizer, sight)
+    return open_one(recipe, router, address, tokenizer, sight)
 
 
 def open_one(
-    recipe: Recipe, router: ServerEndpoint, address: str, tokenizer: Tokenizer, shared: SharedTools | None = None
+    recipe: Recipe,
+    router: ServerEndpoint,
+    address: str,
+    tokenizer: Tokenizer,
+    sight: Sight | None = None,
+    shared: SharedTools | None = None,
 ) -> Player:
     """The same where one plays all rows. shared: tools that others have as well."""
     assert recipe.agent is not None
@@ -32,7 +43,7 @@ def open_one(
     if recipe.agent.harnessed:
         from megarl.agents.harness import Harnesses
 
-        return Harnesses.open(recipe, router, address, tokenizer)
+        return Harnesses.open(recipe, router, address, tokenizer, sight)
     from megarl.agents.episode import Episodes
 
-    return Episodes.open(recipe, router, tokenizer, shared)
+    return Episodes.open(recipe, router, tokenizer, sight, shared)

@@ -14,4 +14,5 @@ def episode_row(attempt: Attempt) -> EpisodeRow:
     row = attempt.prompt
     fields = deepcopy(row.metadata)
     messages = fields.pop(MESSAGES_KEY, ({"role": "user", "content": row.text},))
-    return EpisodeRow(row.id, tuple(messages), row.answer, fields, attempt.environment_seed)
+    images = tuple(image.source for image in row.images)
+    return EpisodeRow(row.id, tuple(messages), row.answer, fields, attempt.environment_seed, images)

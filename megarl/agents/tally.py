@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from megarl.agents.environment import Message
+from megarl.agents.observations import shown_text
 from megarl.agents.transcript import Transcript
 from megarl.core.types import Prompt, Sample, Status
 from megarl.recipe.agent import ENVIRONMENT
@@ -41,7 +42,7 @@ class Tally:
 
     def say(self, messages: Sequence[Message], tokens: int) -> None:
         """Put messages into the conversation. tokens: of all of them; they stand at the last."""
-        shown = [{"role": message["role"], "content": message["content"]} for message in messages]
+        shown = [{"role": message["role"], "content": shown_text(message["content"])} for message in messages]
         self.conversation += [*shown[:-1], {**shown[-1], "tokens": tokens}]
 
     def failed(self, why: str, trace: str = "", *, by_environment: bool = False) -> Sample:

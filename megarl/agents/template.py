@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megarl.agents.environment import Message
+from megarl.agents.observations import shown_text
 from megarl.agents.tools import ToolCall
 from megarl.core.errors import TemplateRefusalError
 from megarl.core.types import TokenArray
@@ -88,7 +89,7 @@ class ChatTemplate:
 
     def exceeds(self, messages: Sequence[Message], most_tokens: int) -> bool:
         """Whether messages are certainly longer, told without tokenising: that of a hundred megabytes would take minutes."""
-        size = sum(len(str(message.get("content") or "").strip()) for message in messages)
+        size = sum(len(shown_text(message.get("content")).strip()) for message in messages)
         return size > QUICK and size > most_tokens * self._longest
 
     @cached_property

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import to_json
 
 from megarl.agents.environment import Done, EnvironmentBrokenError, EnvironmentFailedError, Message, ToolResult, Turn
+from megarl.agents.observations import as_parts, in_json, shown_text
 from megarl.agents.patience import ENDS_ALL, NEVER_S, in_words, within
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
@@ -26,6 +27,9 @@ KEY = "agent.tools"
 MOST_SHOWN = 300  # characters of an error that the model is told
 
 T = TypeVar("T")
+Content = (
+    str | list[dict[str, Any]]
+)  # what the policy is told: text, or parts of which some are images (observations.py)
 
 
 @dataclass(frozen=True)
@@ -100,11 +104,11 @@ class Tool:
         self._signature = Signature(function, where)
         self.name, self.schema = self._signature.name, self._signature.schema
 
-    async def call(self, arguments: str, seconds: float) -> str:
-        """What the function gives, as text. Raises EnvironmentFailedError: it raised, did not end, or takes other arguments."""
+    async def call(self, arguments: str, seconds: float) -> Content:
+        """What the function gives. Raises EnvironmentFailedError: it raised, did not end, or takes other arguments."""
         values = self._signature.read(arguments)
         return await within(
-            lambda: apart(self._function, values, as_text), NEVER_S if self._timed else seconds, self.name
+            lambda: apart(self._function, values, as_content), NEVER_S if self._timed else seconds, self.name
         )
 
 
@@ -114,7 +118,7 @@ class AnyTool(Protocol):
     name: str
     schema: dict[str, Any]
 
-    async def call(self, arguments: str, seconds: float) -> str | ToolResult | Done:
+    async def call(self, arguments: str, seconds: float) -> Content | ToolResult | Done:
         """As of Tool; of an environment's with what it was worth. Raises EnvironmentBrokenError where that costs the episode."""
 
 
@@ -184,7 +188,7 @@ class Toolbox:
             return self._failed(f"there is no tool {call.name!r}. Tools: {self._names}", about)
         try:
             given = await tool.call(call.arguments, self._timeout_s)
-            if isinstance(given, str):
+            if isinstance(given, str | list):
                 return self._told(given, about)
             content = "" if isinstance(given, Done) else given.content
             return replace(self._told(content, about), worth=given)
@@ -196,11 +200,22 @@ class Toolbox:
     def _failed(self, why: str, about: Mapping[str, str]) -> Result:
         return self._told(f"error: {why[:MOST_SHOWN]}", about, failed=True)
 
-    def _told(self, content: str, about: Mapping[str, str], *, failed: bool = False) -> Result:
-        most = self._most_characters
-        cut = most is not None and len(content) > most
-        shown = content if most is None else shortened(content, most)
+    def _told(self, content: Content, about: Mapping[str, str], *, failed: bool = False) -> Result:
+        most, length = self._most_characters, len(shown_text(content, ""))
+        cut = most is not None and length > most
+        shown = content if most is None or not cut else _cut(content, most, length)
         return Result({"role": "tool", "content": shown, **about}, failed, cut)
+
+
+def _cut(content: Content, most: int, length: int) -> Content:
+    """With so many characters of text; of several texts each loses its share. Images stay. length: of its texts."""
+    if isinstance(content, str):
+        return shortened(content, most)
+    texts = (part.get("text") for part in content)
+    return [
+        part if text is None else {**part, "text": shortened(text, most * len(text) // length)}
+        for part, text in zip(content, texts, strict=True)
+    ]
 
 
 def _about(call: ToolCall) -> dict[str, str]:
@@ -228,7 +243,13 @@ def as_text(value: Any) -> str:
     """A tool's result as the model reads it: text as it is, all else as JSON, and what is none by `str`. Raises ValueError."""
     if isinstance(value, bytes):  # what a program printed need not be UTF-8
         return value.decode("utf-8", "replace")
-    return value if isinstance(value, str) else to_json(value, fallback=str).decode()
+    return value if isinstance(value, str) else to_json(value, fallback=in_json).decode()
+
+
+def as_content(value: Any) -> Content:
+    """The same, but with the images in it. Raises ValueError."""
+    parts = as_parts(value)
+    return as_text(value) if parts is None else parts
 
 
 async def apart(function: Callable[..., Any], values: Mapping[str, Any], read: Callable[[Any], T]) -> T:
@@ -247,10 +268,10 @@ async def apart(function: Callable[..., Any], values: Mapping[str, Any], read: C
 
 
 def as_given(value: Any) -> Any:
-    """What a method of an environment gave, with what the policy is told as text. Raises as `as_text`."""
+    """What a method of an environment gave, with what the policy is told as content. Raises as `as_content`."""
     if isinstance(value, ToolResult):
-        return replace(value, content=as_text(value.content))
-    return value if isinstance(value, Done | Turn) else as_text(value)
+        return replace(value, content=as_content(value.content))
+    return value if isinstance(value, Done | Turn) else as_content(value)
 
 
 async def in_thread(call: Callable[[], Any]) -> Any:

@@ -17,14 +17,13 @@ from megarl.cluster.waits import Call, Waiter, Worker
 from megarl.core.types import BatchInfo, Block, ShardPlan
 from megarl.data.pack import Packed
 from megarl.data.pack_rows import pack_pairs, pack_sft, pack_unpaired
-from megarl.data.row_images import RowImages
 from megarl.data.row_set import RowSource
 from megarl.data.supervised import Rows, demonstrations_of, load_supervised, rows_by_set
 from megarl.data.unpaired import mismatched
 from megarl.models.flops import train_flops
 from megarl.models.hf_config import load_model_config
 from megarl.models.recipe_vision import sight_of
-from megarl.recipe.supervised import PairData, RmRecipe, SftRecipe, SupervisedRecipe, UnpairedData, estimates_kl
+from megarl.recipe.supervised import PairData, RmRecipe, SupervisedRecipe, UnpairedData, estimates_kl
 
 
 class FeederActor:
@@ -38,7 +37,6 @@ class FeederActor:
         rows: Any = self._load(recipe.data.train)
         sets, data = rows_by_set(rows, recipe.data), recipe.data
         self._source: RowSource[Any] = RowSource(rows, recipe.run.seed, shuffle=data.shuffle, sets=sets, mix=data.mix)
-        self._images = RowImages()
 
     def facts(self) -> ProcessFacts:
         """Where this process runs."""
@@ -51,10 +49,7 @@ class FeederActor:
         lengths = [len(each.token_ids) for row in rows for each in demonstrations_of(row)]
         scores, frozen = isinstance(self._recipe, RmRecipe), self._recipe.actor.lora is not None
         flops = train_flops(self._model, lengths, weight_gradients=not frozen, scores=scores)
-        packed = self._packed(rows, step, {"data/epoch": self._source.epoch, "perf/train_flops": flops})
-        if isinstance(self._recipe, SftRecipe) and step < train.steps:
-            self._images.begin(self._source.coming(train.batch_samples))
-        return packed
+        return self._packed(rows, step, {"data/epoch": self._source.epoch, "perf/train_flops": flops})
 
     def held_out(self) -> tuple[BatchInfo | ShardPlan | Block, ...]:
         """All held-out rows, as `take` gives those of a step."""
@@ -78,7 +73,7 @@ class FeederActor:
             if estimates_kl(self._recipe):
                 others = pack_unpaired(mismatched(rows, data.max_tokens), **sizes)
         else:
-            packed = pack_sft(rows, self._images.of(rows), **sizes)
+            packed = pack_sft(rows, **sizes)
         texts = [each for row in rows for each in demonstrations_of(row)]
         tokens, trained = sum(len(each.token_ids) for each in texts), sum(int(each.loss_mask.sum()) for each in texts)
         info = BatchInfo(

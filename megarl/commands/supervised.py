@@ -22,8 +22,8 @@ def rm(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False, 
     """Train a reward model on pairs of a chosen and a rejected answer (Bradley-Terry).
 
     Rows hold `chosen` and `rejected`: texts beside a `prompt`, or whole chats; a `margin` is used where present. The model
-    gets a head of one score at the last token. hf/ is a sequence classifier, which transformers loads and `megarl train`
-    takes as reward_model.path.
+    gets a head of one score at the last token. hf/ is a sequence classifier, which transformers loads (but of models
+    that see images) and `megarl train` takes as reward_model.path.
 
     Example: megarl rm recipes/quickstart_rm.yaml
     """

@@ -64,9 +64,16 @@ def hf_tensors(folder: Path, cast: ModelDtype | None = None) -> Iterator[tuple[s
 
 def _of_text_part(holder: dict[str, Any], folder: Path, cast: ModelDtype | None) -> Iterator[tuple[str, Tensor]]:
     """What `hf_tensors` gives of a multimodal folder."""
-    names = names_of_text(holder, folder)
-    for name, dtype in tensor_dtypes(read_model_config(folder), cast or "bfloat16", {}).items():
-        tensor = holder[names[name]].get_tensor(names[name])
+    names, config = names_of_text(holder, folder), read_model_config(folder)
+    ours = {text: holder[name] for text, name in names.items()}
+    expected = expected_tensors(config)
+    of_all = {part: (name, at) for name, parts in stacked(expected).items() for at, part in enumerate(parts)}
+    for name, dtype in tensor_dtypes(config, cast or "bfloat16", {}).items():
+        if name in ours:
+            tensor = ours[name].get_tensor(names[name])
+        else:
+            whole, at = of_all[name]
+            tensor = _of_either_form(ours[whole].get_slice(names[whole]), at, expected[name])
         yield name, tensor.to(getattr(torch, dtype)) if cast else tensor
 
 
@@ -76,6 +83,17 @@ def _of_all(holder: dict[str, Any], name: str, at: int) -> Tensor:
     rows = tensor.get_shape()[1] // each
     own: Tensor = tensor[at // each, at % each * rows : (at % each + 1) * rows]
     return own
+
+
+def _of_either_form(whole: Any, at: int, shape: tuple[int, ...]) -> Tensor:
+    """The same of a tensor of all experts that may have rows and columns exchanged. shape: of the expert's own."""
+    of_expert, (rows, width) = whole.get_shape()[1:], shape
+    each = of_expert[0] * of_expert[1] // (rows * width)
+    part = slice(at % each * rows, (at % each + 1) * rows)
+    if of_expert == [each * rows, width]:
+        return whole[at // each, part]  # type: ignore[no-any-return]
+    turned: Tensor = whole[at // each, :, part]
+    return turned.T.contiguous()
 
 
 def _are_same(heads: Any, embeddings: Any) -> bool:

@@ -39,13 +39,14 @@ from megarl.models.hf_files import (
     content_bytes,
     read_index,
     some,
+    unstacked,
     weight_files,
 )
 from megarl.models.hf_header import BITS
 from megarl.models.hf_stacked import stacked
 from megarl.models.multimodal import Multimodal, read_multimodal, text_names
 from megarl.models.rules import expected_tensors
-from megarl.models.tensor_copy import Wrote, unstacked, write_replaced, write_tensors
+from megarl.models.tensor_copy import Wrote, write_replaced, write_tensors
 from megarl.models.text_config import text_config
 
 CONFIG = "config.json"

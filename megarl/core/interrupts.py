@@ -20,6 +20,7 @@ from typing import Any
 
 from megarl.core.end_signals import SIGNALS, end_here, heeded
 from megarl.core.errors import InterruptError
+from megarl.core.wakeups import Wakeups
 
 # Whoever starts this process may send on what the terminal has sent already: that is one Ctrl-C, and not two.
 SAME_S = 1.0
@@ -54,6 +55,7 @@ class Interrupts:
         self._over = False
         self._before: dict[int, signal._HANDLER] = {}
         self._told_before = sys.unraisablehook
+        self._wakeups = Wakeups()
         self._pid = 0  # a fork has these handlers too, for a moment, and is not the one that listens
 
     def __enter__(self) -> Interrupts:
@@ -62,6 +64,7 @@ class Interrupts:
             for number in heeded():
                 self._before[number] = signal.signal(number, self._heard)
             self._told_before, sys.unraisablehook = sys.unraisablehook, self._dropped
+            self._wakeups.__enter__()
             self._pid = os.getpid()
         return self
 
@@ -69,6 +72,7 @@ class Interrupts:
         self._over = True
         if self._pid:
             sys.unraisablehook = self._told_before
+            self._wakeups.__exit__()
         if signal.SIGALRM in self._before:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, before in self._before.items():

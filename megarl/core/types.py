@@ -55,11 +55,17 @@ class Image:
     """An image of a row, where it is, and the size at which it comes to the model; it is read when it is asked for.
 
     source: a file, or the bytes of one as the row has them. width, height: in pixels, whole squares (models/vision.Vision).
+    where: file, line and field of the row, and the image's number, for errors.
     """
 
     source: Path | bytes = field(repr=False)
     width: int
     height: int
+    where: str = field(default="", repr=False, compare=False)
+
+
+# As it comes to ranks: the PNG that servers saw, or, of rows that no server sees, what its pixels are made of there.
+Picture = bytes | Image
 
 
 @dataclass(frozen=True)
@@ -104,9 +110,11 @@ class Sample:
     starts: tuple[int, ...] = ()
     # By column, what a teacher behind an address says of the response's tokens: [R] or [R, n], 0 where none is trained on.
     columns: dict[str, FloatArray] = field(default_factory=dict)
-    images: tuple[bytes, ...] = field(
-        default=(), repr=False
-    )  # its prompt's, see MicroBatch; samples of a group share them
+    # Its prompt's, and those that its environment showed, in the order of their tokens, see MicroBatch; samples of a group share
+    # the bytes.
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    # Those that its environment showed: rising, the number of each among all images, and its PNG.
+    shown: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
     # The memory of the Record whose parts the arrays above are, where they have been put into one (data/blocks.py).
     memory: NDArray[np.uint8] | None = None
 
@@ -160,9 +168,9 @@ class MicroBatch:
     # [S // 2] where sequences 2i and 2i + 1 are the chosen and the rejected one of a pair: how far the first shall be ahead.
     margins: FloatArray | None = None
     desirable: FloatArray | None = None  # [S], 1 where a labelled answer is desirable, 0 where it is not
-    # [S], of each sequence its images in the order of their tokens: PNG files, RGB, of a size that is the model's; None where
-    # no sequence has any.
-    images: tuple[tuple[bytes, ...], ...] | None = None
+    # [S], of each sequence its images in the order of their tokens: PNG files, RGB, of a size that is the model's, or where
+    # they lie (`Picture`); None where no sequence has any.
+    images: tuple[tuple[Picture, ...], ...] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -210,7 +218,7 @@ class Block:
     first_turns: tuple[int, ...] | None = None
     # [n]: positions of a record at which another sequence of the same sample begins; None where none has any.
     starts: tuple[tuple[int, ...], ...] | None = None
-    images: tuple[tuple[bytes, ...], ...] | None = None  # [n], see MicroBatch; samples of one prompt share the bytes
+    images: tuple[tuple[Picture, ...], ...] | None = None  # [n], see MicroBatch; samples of one prompt share them
 
     @property
     def records(self) -> list[Record]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megarl.core.types import RECORD_BYTES, Block, FloatArray, IntArray, Record, RoutingArray, Sample
+from megarl.core.types import RECORD_BYTES, Block, FloatArray, Image, IntArray, Record, RoutingArray, Sample
 
 if TYPE_CHECKING:
     from megarl.data.sft import Demonstration  # ranks have blocks, and read no rows
@@ -85,14 +85,11 @@ def row_block(
     *,
     desirable: FloatArray | None = None,
     scored: bool = False,
-    images: Sequence[tuple[bytes, ...]] = (),
 ) -> Block:
     """Rows of supervised training, as `sample_block`. margins, desirable: [n], see Block; scored: see `pack_pairs`.
 
-    images: [n], see Block; or none, of rows that have none.
+    Of an image it has where that is, not its pixels, which ranks make: they would grow with the tokens, in one process.
     """
-    for row, its in zip(rows, images or [()] * len(rows), strict=True):
-        assert len(its) == len(row.images), f"row {row.id} is without its images"
     last = np.ones(1, np.uint8)
     memories = [
         memory_of((row.token_ids,), len(row.token_ids) - 1, last)
@@ -100,8 +97,13 @@ def row_block(
         else memory_of((row.token_ids,), 0, row.loss_mask[1:])
         for row in rows
     ]
-    pictures = tuple(images) if any(images) else None
-    return _block(memories, indices, weights, margins=margins, desirable=desirable, images=pictures)
+    images = tuple(tuple(map(_anywhere, row.images)) for row in rows) if any(row.images for row in rows) else None
+    return _block(memories, indices, weights, margins=margins, desirable=desirable, images=images)
+
+
+def _anywhere(image: Image) -> Image:
+    """The image, for a process that is in another folder."""
+    return image if isinstance(image.source, bytes) else replace(image, source=image.source.absolute())
 
 
 def _block(memories: Sequence[NDArray[np.uint8]], indices: IntArray, weights: FloatArray, **others: Any) -> Block:
@@ -152,7 +154,10 @@ def _starts(samples: Sequence[Sample]) -> tuple[tuple[int, ...], ...] | None:
 def _images(samples: Sequence[Sample]) -> tuple[tuple[bytes, ...], ...] | None:
     """Those of each; None where none has any."""
     for sample in samples:
-        assert len(sample.images) == len(sample.prompt.images), f"sample {sample.id} is without its prompt's images"
+        wanted = len(sample.prompt.images) + len(sample.shown)
+        assert len(sample.images) == wanted, (
+            f"sample {sample.id} is without its images: {len(sample.images)} of {wanted}"
+        )
     return tuple(sample.images for sample in samples) if any(sample.images for sample in samples) else None
 
 

@@ -39,7 +39,7 @@ QUESTION: Message = {"role": "user", "content": "1+1"}  # that templates are tri
 REASON_CHARACTERS = 400  # of what transformers says
 TEMPLATE_KEY = "data.chat_template_kwargs"
 # Of content that is a list.
-IN_PARTS = " Parts, as images, are for `megarl train` and `sft` with a model that sees images, and data.images_key set."
+IN_PARTS = " Parts, as images, are for a model that sees images, and data.images_key set."
 # What transformers gives a template beside its own arguments.
 _GIVEN = {"messages", "strftime_now", "raise_exception"}
 

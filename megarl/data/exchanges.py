@@ -16,7 +16,7 @@ from megarl.data.chat import ROW_KWARGS, Message, check_messages, row_tools
 from megarl.data.image_places import PLACE, as_text, placed
 from megarl.data.images import Sight, identity, row_images
 from megarl.data.rows import Row, field_of, json_type
-from megarl.recipe.supervised import SftData
+from megarl.recipe.supervised import RowData, SftData
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,40 @@ def parse_demonstration(row: Row, data: SftData, sight: Sight | None = None, *, 
 
     sight: how the model sees images; without, none is looked at. parts: messages may have places of images all the same.
     """
-    key = data.images_key if sight is not None else None
-    if parts or key is not None:
-        keys = [data.messages_key] if row.has(data.messages_key) else [data.prompt_key, data.response_key]
-        row = _with_text(row, keys)
-    found = _parse(row, data)
-    return found if sight is None or key is None else _with_images(found, key, sight)
+    keys = [data.messages_key] if row.has(data.messages_key) else [data.prompt_key, data.response_key]
+    [found] = with_images([_parse(with_text(row, keys, data, sight, parts=parts), data)], data, sight)
+    return found
 
 
-def _with_text(row: Row, keys: Sequence[str]) -> Row:
-    """The row, whose messages in these fields have text for content in parts."""
+def with_text(row: Row, keys: Sequence[str], data: RowData, sight: Sight | None, *, parts: bool) -> Row:
+    """The row, whose messages in these fields have text for content in parts.
+
+    Only where images are looked at, or `parts` says that there may be places of them all the same. Raises UserError.
+    """
+    if not parts and (sight is None or data.images_key is None):
+        return row
     messages = {key: value for key in keys if isinstance(value := field_of(row.fields, key), list)}
     texts = {key: as_text(value, f"{row.where}, field {key!r}") for key, value in messages.items()}
     return replace(row, fields=row.fields | texts)
 
 
-def _with_images(found: Exchange, key: str, sight: Sight) -> Exchange:
+def with_images(exchanges: Sequence[Exchange], data: RowData, sight: Sight | None) -> list[Exchange]:
+    """Exchanges of one row, which has one prompt, with its images in their places; all share the same images.
+
+    sight: see `parse_demonstration`. Raises UserError naming file, line and field.
+    """
+    if sight is None or data.images_key is None:
+        return list(exchanges)
+    for each in exchanges:
+        _check_unwritten(each)
+    row, prompt = exchanges[0].row, exchanges[0].prompt
+    images = row_images(row, data.images_key, sight)
+    prompt = placed(prompt, len(images), row, data.images_key)
+    return [replace(each, prompt=prompt, images=images) for each in exchanges]
+
+
+def _check_unwritten(found: Exchange) -> None:
+    """Raises UserError where the assistant writes an image."""
     said = [found.response] if found.response is not None else []
     for message in [*(found.prompt if isinstance(found.prompt, list) else ()), *said]:
         if message["role"] == "assistant" and PLACE in message["content"]:
@@ -68,8 +86,6 @@ def _with_images(found: Exchange, key: str, sight: Sight) -> Exchange:
                 f"{found.row.where}: the assistant's text has a place of an image ({PLACE}), and a model writes none. Leave it "
                 "out; images stand in the user's messages. With data.images_key null no image is read, and the places are text."
             )
-    images = row_images(found.row, key, sight)
-    return replace(found, prompt=placed(found.prompt, len(images), found.row, key), images=images)
 
 
 def _parse(row: Row, data: SftData) -> Exchange:

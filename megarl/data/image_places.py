@@ -136,17 +136,34 @@ def expanded(token_ids: TokenArray, images: Sequence[Image], sight: Sight, row: 
 
 def token_counts(token_ids: TokenArray, images: Sequence[Image], sight: Sight, row: Row) -> IntArray:
     """How many tokens each of these becomes in `expanded`: [L]. Raises as it does."""
-    places = np.flatnonzero(token_ids == sight.image_token)
-    whole = [sight.start_token, sight.image_token, sight.end_token]
-    if len(places) != len(images) or any(token_ids[max(at - 1, 0) : at + 2].tolist() != whole for at in places):
+    counts = counts_of(token_ids, images, sight)
+    if counts is None:
+        whole = [sight.start_token, sight.image_token, sight.end_token]
+        places = np.flatnonzero(token_ids == sight.image_token)
         raise UserError(
             f"{row.where}: the model's chat template does not write its {len(images)} images as start, image and end token "
             f"({', '.join(map(str, whole))}) each: it has {len(places)} image tokens. Place images in messages of the user, "
             "which every template shows, or take the template that the model was published with."
         )
+    return counts
+
+
+def counts_of(token_ids: TokenArray, images: Sequence[Image], sight: Sight) -> IntArray | None:
+    """As `token_counts`; None where the chat template writes images in another way."""
+    places = np.flatnonzero(token_ids == sight.image_token)
+    whole = [sight.start_token, sight.image_token, sight.end_token]
+    if len(places) != len(images) or any(token_ids[max(at - 1, 0) : at + 2].tolist() != whole for at in places):
+        return None
     counts = np.ones(len(token_ids), np.int64)
     counts[places] = [sight.num_tokens(image.width, image.height) for image in images]
     return counts
+
+
+def in_squares(token_ids: TokenArray, images: Sequence[Image], sight: Sight) -> TokenArray | None:
+    """As `expanded`; None where the chat template writes images in another way."""
+    counts = counts_of(token_ids, images, sight)
+    found: TokenArray | None = None if counts is None else np.repeat(token_ids, counts)
+    return found
 
 
 def collapsed(token_ids: TokenArray, image_token: int) -> TokenArray:

@@ -1,6 +1,6 @@
 """Images of rows: what a row may give for one, at which size it comes to the model, and the PNG that it becomes.
 
-Servers and the trainer both work on this PNG's pixels, so that no two libraries resize an image differently. Not for where
+Servers and the trainer both work on the same pixels, so that no two libraries resize an image differently. Not for where
 images stand in a prompt (image_places.py), nor for tensors.
 """
 
@@ -28,6 +28,8 @@ SHORTEST_BASE64 = 64  # characters: no image is so small
 MOST_FITS = 32
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and those of its values that exchange width and height
 SHOWN = 300  # characters of a path, or of what PIL says, in an error
+# How whole files of a format end; of others nothing but decoding tells.
+ENDS = {"JPEG": b"\xff\xd9", "JPEG2000": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82", "GIF": b";"}
 
 
 class Sight(Protocol):
@@ -57,14 +59,15 @@ class Sight(Protocol):
 
 
 def row_images(row: Row, key: str, sight: Sight) -> tuple[Image, ...]:
-    """The images of a row's field: a list of them, or one; none where it is missing or null. Only headers are read.
+    """The images of a row's field: a list of them, or one; none where it is missing or null.
 
+    Headers and ends of files are read; what does not end as its format does is decoded, to know whether it is whole.
     Raises UserError naming file, line, field and the image's number.
     """
     value = field_of(row.fields, key)
     given = value if isinstance(value, list) else [] if value is None else [value]
     return tuple(
-        _image(each, row.path.parent, f"{row.where}, field {key!r}, image {number}", sight)
+        image_of(each, row.path.parent, f"{row.where}, field {key!r}, image {number}", sight)
         for number, each in enumerate(given, 1)
     )
 
@@ -96,10 +99,16 @@ def pngs(images: Sequence[Image], where: str) -> tuple[bytes, ...]:
 
 
 def png(image: Image, where: str) -> bytes:
-    """The image's pixels, RGB, resized to its size, as a PNG: the same bytes whenever it is made.
+    """`pixels`, as a PNG: the same bytes whenever it is made. where: for errors. Raises UserError."""
+    written = io.BytesIO()
+    pixels(image, where).save(written, "PNG", compress_level=1)
+    return written.getvalue()
 
-    Turned as EXIF has its orientation, and without alpha, as transformers has it. where: for errors. Raises UserError where it
-    cannot be decoded.
+
+def pixels(image: Image, where: str) -> PIL.Image.Image:
+    """The image, RGB, resized to its size; turned as EXIF has its orientation, and without alpha, as transformers has it.
+
+    where: for errors. Raises UserError where it cannot be decoded.
     """
     import PIL.Image
     import PIL.ImageOps
@@ -107,30 +116,52 @@ def png(image: Image, where: str) -> bytes:
     try:
         with _opened(image.source) as opened:
             upright = PIL.ImageOps.exif_transpose(opened) if _orientation(opened) is not None else opened
-            pixels = upright.convert("RGB")
+            found = upright.convert("RGB")
     except Exception as error:  # its decoders raise what they like for a file that is damaged
         raise _unreadable(image.source, where, error) from error
-    if pixels.size != (image.width, image.height):
-        pixels = pixels.resize((image.width, image.height), PIL.Image.Resampling.BICUBIC)
-    pixels.info = {}  # a colour profile, or a colour that would count as transparent
-    written = io.BytesIO()
-    pixels.save(written, "PNG", compress_level=1)
-    return written.getvalue()
+    if found.size != (image.width, image.height):
+        found = found.resize((image.width, image.height), PIL.Image.Resampling.BICUBIC)
+    found.info = {}  # a colour profile, or a colour that would count as transparent
+    return found
 
 
-def _image(given: object, folder: Path, where: str, sight: Sight) -> Image:
+def image_of(given: object, folder: Path, where: str, sight: Sight, most_pixels: int | None = None) -> Image:
+    """What was given for an image. Only its header is read. folder: where relative paths begin. where: for errors.
+
+    most_pixels: that it may have before it is made smaller. Raises UserError.
+    """
     source = _source(given, folder, where)
     try:
         with _opened(source) as opened:
             width, height = opened.size
+            if most_pixels is not None and width * height > most_pixels:
+                raise UserError(
+                    f"{where}: {width} x {height} pixels are over the bound of {most_pixels}. Make the image smaller."
+                )
             if _orientation(opened) in SIDEWAYS:
                 width, height = height, width
+            if not _ends(source, opened.format):
+                opened.load()
+    except UserError:
+        raise
     except Exception as error:  # as of `png`
         raise _unreadable(source, where, error) from error
     try:
-        return Image(source, *_settled(width, height, sight))
+        return Image(source, *_settled(width, height, sight), where)
     except ValueError as error:
         raise UserError(f"{where}: {error}. Cut the image, or leave the row out.") from error
+
+
+def _ends(source: Path | bytes, kind: str | None) -> bool:
+    """Whether it ends as whole files of its format do: one that was cut off in a download does not, as its header may."""
+    end = ENDS.get(str(kind))
+    if end is None:
+        return True
+    if isinstance(source, bytes):
+        return source.endswith(end)
+    with source.open("rb") as file:
+        file.seek(-len(end), io.SEEK_END)
+        return file.read() == end
 
 
 def _orientation(opened: PIL.Image.Image) -> int | None:

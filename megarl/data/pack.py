@@ -28,6 +28,7 @@ from megarl.core.types import (
     IntArray,
     MicroBatch,
     MiniBatch,
+    Picture,
     Record,
     RoutingArray,
     Sample,
@@ -276,7 +277,7 @@ class _Sequences:
     routing: Sequence[RoutingArray | None]
     width: int | None
     starts: Sequence[tuple[int, ...]]
-    images: Sequence[tuple[bytes, ...]]
+    images: Sequence[tuple[Picture, ...]]
 
     @classmethod
     def of(cls, order: _Order, blocks: Sequence[Block]) -> _Sequences:
@@ -330,7 +331,7 @@ def _micro(of: _Sequences, first: int, last: int) -> MicroBatch:
     )
 
 
-def _images(of: _Sequences, first: int, last: int) -> tuple[tuple[bytes, ...], ...] | None:
+def _images(of: _Sequences, first: int, last: int) -> tuple[tuple[Picture, ...], ...] | None:
     """Of each sequence in records [first, last): all of a record's are its first one's. None where there are none."""
     images = of.images[first:last]
     if not any(images):

@@ -21,26 +21,27 @@ if TYPE_CHECKING:
 
 def pack_sft(
     demonstrations: Sequence[Demonstration],
-    images: Sequence[tuple[bytes, ...]],
     *,
     num_shards: int,
     micro_batch_tokens: int,
 ) -> list[Packed]:
-    """Demonstrations of one optimizer step, as one mini-batch whose loss is the mean over all trained tokens.
-
-    images: of each demonstration, as a MicroBatch has them.
-    """
+    """Demonstrations of one optimizer step, as one mini-batch whose loss is the mean over all trained tokens."""
     counts = [int(each.loss_mask[1:].sum()) for each in demonstrations]
     dealt = _deal_rows(demonstrations, counts, 1, num_shards, micro_batch_tokens, "token-mean")
 
     def block(part: IntArray, weights: FloatArray) -> Block:
-        rows, pictures = ([each[index] for index in part] for each in (demonstrations, images))
-        return row_block(rows, part, weights, images=pictures)
+        return row_block([demonstrations[index] for index in part], part, weights)
 
     return packed(dealt, block)
 
 
-def pack_pairs(pairs: Sequence[Pair], *, num_shards: int, micro_batch_tokens: int, scored: bool) -> list[Packed]:
+def pack_pairs(
+    pairs: Sequence[Pair],
+    *,
+    num_shards: int,
+    micro_batch_tokens: int,
+    scored: bool,
+) -> list[Packed]:
     """Pairs of one optimizer step, as one mini-batch. Pair i is the sequences 2i (chosen) and 2i + 1 (rejected).
 
     The two of a pair are neighbours in one micro-batch. The weights of a pair's positions add up to 1 / number of pairs.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -101,10 +100,6 @@ class RowSource(Generic[T]):
     def take(self, count: int) -> list[T]:
         """The next `count` rows, crossing epochs where needed."""
         return [self._rows[index] for index in self._cursor.take(count)]
-
-    def coming(self, count: int) -> list[T]:
-        """What `take` will give next."""
-        return [self._rows[index] for index in copy(self._cursor).take(count)]
 
     def state(self) -> dict[str, Any]:
         """The place, for a checkpoint."""

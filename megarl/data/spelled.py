@@ -30,6 +30,10 @@ class Spelled:
             return found[0][0] + APART + found[0][1:]
 
         def plain(key: str, value: Any) -> Any:
+            if key == "content" and isinstance(value, list):  # of parts
+                return [
+                    {name: plain(name, part[name]) if name == "text" else part[name] for name in part} for part in value
+                ]
             return self._spelled.sub(apart, value) if isinstance(value, str) and key != "role" else value
 
         return [{key: plain(key, value) for key, value in message.items()} for message in messages]

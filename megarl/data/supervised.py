@@ -29,12 +29,12 @@ def check_supervised(path: Path, data: AnyData) -> int:
 def load_supervised(path: Path, model_folder: Path, data: AnyData, sight: Sight | None = None) -> Rows:
     """Read and tokenise a whole file; rows over data.max_tokens are counted and dropped. Raises UserError.
 
-    sight: how the model sees images of demonstrations; without, none is looked at.
+    sight: how the model sees images of rows; without, none is looked at.
     """
     if isinstance(data, PairData):
-        return load_pairs(path, model_folder, data)
+        return load_pairs(path, model_folder, data, sight)
     if isinstance(data, UnpairedData):
-        return load_unpaired(path, model_folder, data)
+        return load_unpaired(path, model_folder, data, sight)
     return load_demonstrations(path, model_folder, data, sight)
 
 

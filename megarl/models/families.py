@@ -110,6 +110,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             moe=QWEN3_5_MOE,
             ffn_hidden_size="shared_expert_intermediate_size",
             only=QWEN3_5_MOE_ONLY,
+            # Without "Text" it would be that of the model that sees (multimodal.py).
+            score_architecture="Qwen3_5MoeTextForSequenceClassification",
         ),
         "Qwen3NextForCausalLM": replace(QWEN3_5, name="qwen3_next", model_types=("qwen3_next",), moe=QWEN3_NEXT),
         "Qwen3MoeForCausalLM": Family(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -21,7 +21,7 @@ from megarl.models.hf_fp8 import FP8, SCALE_DTYPES, scale_name
 from megarl.models.hf_header import BITS, read_header
 from megarl.models.hf_mxfp4 import GROUP, STORED, blocks_name, blocks_shape, scales_name
 from megarl.models.hf_stacked import STACKED_FAMILIES, stacked
-from megarl.models.multimodal import read_multimodal, text_names
+from megarl.models.multimodal import Multimodal, read_multimodal, text_names
 
 SHOWN = 5
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -30,6 +30,7 @@ MAX_PREDICTION_LAYERS = 8
 # Families whose layers for further tokens have names of their own, and how these begin.
 PREDICTING = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), "mtp.") | {"ernie4_5_moe": "model.mtp_"}
 AGAIN = "Copy or export the model again."
+TOWER = "visual."  # of the names of a vision tower's tensors, behind what else may stand in front
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK_BYTES = 4 * 2**20
 
@@ -169,25 +170,38 @@ def of_model(index: dict[str, TensorInfo], folder: Path, config: ModelConfig) ->
     if config.vision is None:
         return index
     names = names_of_text(index, folder)
-    if len(names) == len(index):
+    tower = [info for name, info in index.items() if TOWER in name]
+    if not tower:
         raise UserError(f"The weights in {folder} have no vision tower: they are of the text part alone. {AGAIN}")
+    # By their number alone: what transformers would make of the config takes torch, seconds of every start.
+    found = sum(math.prod(info.shape) for info in tower)
+    if found != config.vision.tower_elements:
+        raise UserError(
+            f"The vision tower in {folder} is not that of its config.json: its {len(tower)} tensors have {found:,} numbers, and "
+            f"vision_config is of a tower of {config.vision.tower_elements:,}. {AGAIN}"
+        )
     return {text: index[name] for text, name in names.items()}
 
 
 def names_of_text(index: Iterable[str], folder: Path) -> dict[str, str]:
-    """Of a multimodal folder: what tensors of its text part are called in a folder of their own -> what they are called here.
+    """Of a multimodal folder: what tensors of its text part would be called alone -> what they are here. Raises UserError."""
+    return text_names(index, multimodal_of(folder), folder)
 
-    Raises UserError.
-    """
+
+def multimodal_of(folder: Path) -> Multimodal:
+    """What a multimodal folder's config.json names. Raises UserError."""
     path = folder / "config.json"
-    return text_names(index, read_multimodal(Fields(read_object(path, AGAIN), path)), folder)
+    return read_multimodal(Fields(read_object(path, AGAIN), path))
 
 
 def tower_index(folder: Path) -> dict[str, TensorInfo]:
-    """Of a multimodal folder all that is not of the text part; wide dtypes first, as in a file. Raises UserError."""
+    """Of a multimodal folder the vision tower; wide dtypes first, as in a file. Raises UserError.
+
+    Layers that predict further tokens (Qwen3.5's `mtp.`) are neither of it nor of the text part, and would not be trained.
+    """
     index = read_index(folder)
     text = set(names_of_text(index, folder).values())
-    found = {name: info for name, info in index.items() if name not in text}
+    found = {name: info for name, info in index.items() if name not in text and TOWER in name}
     return dict(sorted(found.items(), key=lambda each: -BITS[each[1].dtype]))
 
 
@@ -199,6 +213,8 @@ def check_index(
     problems: defaultdict[str, list[str]] = defaultdict(list)
     if config.family in STACKED_FAMILIES and config.moe is not None:
         index = _one_by_one(index, expected, config.moe.num_experts, problems)
+    elif config.vision is not None and config.moe is not None:
+        index = unstacked(index, expected)
     problems["missing"] = sorted(set(expected) - set(index))
     problems["not in the config"] = sorted(
         set(index) - set(expected) - _unused(index, config) - _scales_of(expected, index)
@@ -245,6 +261,31 @@ def _one_by_one(
         for part in parts:
             found[part] = replace(info, shape=expected[part], offset=offset)
             offset += content_bytes(found[part])
+    return found
+
+
+def unstacked(index: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
+    """The same, with tensors of each expert in the place of one of all, where that has a shape which can be theirs.
+
+    expected: name -> shape, of tensors of each expert. A tensor of all has a matrix for each: its own ones below each other, as
+    transformers 5 writes them, or with rows and columns exchanged, as Qwen3-VL's are published.
+    """
+    found = dict(index)
+    for name, parts in stacked(expected).items():
+        info = index.get(name)
+        if info is None or len(info.shape) != 3 or len(parts) % info.shape[0]:
+            continue
+        (rows, width), each = expected[parts[0]], len(parts) // info.shape[0]
+        exchanged = info.shape[1:] != (each * rows, width)
+        if exchanged and info.shape[1:] != (width, each * rows):
+            continue
+        del found[name]
+        for number, part in enumerate(parts):
+            expert, place = divmod(number, each)
+            one = replace(info, shape=(rows, width))
+            before = expert * each + (0 if exchanged else place)
+            columns = Columns(place * rows, each * rows) if exchanged else None
+            found[part] = replace(one, offset=info.offset + before * content_bytes(one), columns=columns)
     return found
 
 

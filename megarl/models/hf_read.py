@@ -122,6 +122,8 @@ class HfReader(AbstractContextManager["HfReader"]):
 
     def _let_go(self, info: TensorInfo, rows: slice) -> None:
         """Give back the pages that these rows of a tensor are in, which have been read."""
+        if info.columns is not None:  # they are in all of its matrix's
+            info, rows = replace(info, shape=(info.shape[1], info.columns.width)), slice(0, info.shape[1])
         row_bytes = torch.Size(info.shape[1:]).numel() * STORED_DTYPES[info.dtype].itemsize
         first = (info.offset + rows.start * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         self._maps[info.file].madvise(mmap.MADV_DONTNEED, first, info.offset + rows.stop * row_bytes - first)
@@ -132,10 +134,12 @@ class HfReader(AbstractContextManager["HfReader"]):
         return not self._check_finite or bool(target.sum().isfinite()) or bool(target.isfinite().all())
 
     def _stored(self, info: TensorInfo) -> Tensor:
-        """The whole tensor as it lies in the mapped file."""
-        count, dtype = torch.Size(info.shape).numel(), STORED_DTYPES[info.dtype]
-        flat = torch.frombuffer(self._maps[info.file], dtype=dtype, count=count, offset=info.offset)
-        return flat.view(info.shape)
+        """The whole tensor as it lies in the mapped file; of one with rows and columns exchanged a view."""
+        exchanged = info.columns
+        shape = info.shape if exchanged is None else (info.shape[1], exchanged.width)
+        count, dtype = torch.Size(shape).numel(), STORED_DTYPES[info.dtype]
+        flat = torch.frombuffer(self._maps[info.file], dtype=dtype, count=count, offset=info.offset).view(shape)
+        return flat if exchanged is None else flat[:, exchanged.first : exchanged.first + info.shape[0]].T
 
 
 def dequantized(values: Tensor, scales: Tensor, block: tuple[int, int], rows: slice, columns: slice | None) -> Tensor:

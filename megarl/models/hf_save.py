@@ -20,12 +20,13 @@ from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
 from megarl.models.families import FAMILIES, score_architecture
 from megarl.models.hf_beside import CODE, copy_beside
-from megarl.models.hf_files import INDEX, SINGLE, TensorInfo, content_bytes, some, tower_index
+from megarl.models.hf_files import INDEX, SINGLE, TensorInfo, content_bytes, multimodal_of, some, tower_index
 from megarl.models.hf_fp8 import QUANTIZATION
 from megarl.models.hf_header import header_bytes
 from megarl.models.hf_read import DTYPES
+from megarl.models.hf_stacked import Stack, Stacks
 from megarl.models.hf_weights import Bucket
-from megarl.models.multimodal import whole_name
+from megarl.models.multimodal import scored_multimodal, whole_name
 from megarl.models.rules import expected_tensors
 from megarl.models.score_padding import name_padding
 from megarl.models.tensor_copy import write_tensors
@@ -59,9 +60,10 @@ def save_hf(
             shutil.rmtree(folder)
     temporary.mkdir(parents=True)
     tower = tower_index(source_folder) if config.vision is not None else {}
+    stacks = config.vision is not None and multimodal_of(source_folder).stacked_experts
     with (
         _removed_on_failure(temporary),
-        closing(_Shards(temporary, config, max_shard_bytes, target_folder, tower)) as shards,
+        closing(_Shards(temporary, config, max_shard_bytes, target_folder, tower, stacks=stacks)) as shards,
         shards.explained(),
     ):
         for name, tensor in chain.from_iterable(buckets):
@@ -69,7 +71,7 @@ def save_hf(
         dtype = shards.finish()
         write_config(source_folder / CONFIG, temporary / CONFIG, str(dtype).removeprefix("torch."), config)
         copy_beside(source_folder, temporary, sees=config.vision is not None)
-        if config.head == "score":
+        if config.head == "score" and config.vision is None:  # transformers reads no score of others
             name_padding(temporary, target_folder)
         sync_tree(temporary)
     if target_folder.exists():
@@ -106,7 +108,8 @@ def write_config(source: Path, target: Path, dtype: str, config: ModelConfig) ->
     if isinstance(raw["architectures"], str):
         raw["architectures"] = [raw["architectures"]]  # as transformers wants it
     if config.head == "score":
-        names = [score_architecture(config.architecture)]
+        seeing = config.vision is not None
+        names = [*map(scored_multimodal, raw["architectures"])] if seeing else [score_architecture(config.architecture)]
         raw |= {"architectures": names, "id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}}
         for key in LABELS:
             raw.pop(key, None)
@@ -121,9 +124,19 @@ class _Shards:
     """
 
     def __init__(
-        self, folder: Path, config: ModelConfig, max_bytes: int, named: Path, tower: Mapping[str, TensorInfo]
+        self,
+        folder: Path,
+        config: ModelConfig,
+        max_bytes: int,
+        named: Path,
+        tower: Mapping[str, TensorInfo],
+        *,
+        stacks: bool,
     ) -> None:
-        """named: what the folder will be called, for errors. tower: what a multimodal folder has beside the text part."""
+        """named: what the folder will be called, for errors. tower: what a multimodal folder has beside the text part.
+
+        stacks: a layer's experts go into two tensors.
+        """
         self._folder, self._max_bytes, self._named = folder, max_bytes, named
         self._missing, self._tower = expected_tensors(config), tower
         self._newer = any(name.startswith(NEWER_TOWER) for name in tower)
@@ -133,6 +146,9 @@ class _Shards:
         self._size = self._room = self._itemsize = 0
         self._files: list[dict[str, dict[str, Any]]] = []
         self._bytes_in: dict[torch.dtype, int] = {}
+        self._stacks = Stacks(self._missing if stacks else {})
+        self._parts: dict[tuple[Stack, int], list[Tensor]] = {}
+        self._matrices = 0  # of experts for which the file has room, and that are still to come
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write one tensor behind the others. Raises MegarlError for one that the model does not have, or has already."""
@@ -144,18 +160,50 @@ class _Shards:
             self._itemsize = tensor.itemsize
             self._check_space()
         self._bytes_in[tensor.dtype] = self._bytes_in.get(tensor.dtype, 0) + tensor.nbytes
-        if self._file is not None and self._size + tensor.nbytes > self._max_bytes:
+        if (place := self._stacks.place(name)) is None:
+            self._write(tensor, self._room_for({name: tuple(tensor.shape)}, tensor))
+        else:
+            self._stack(*place, tensor)
+
+    def _stack(self, stack: Stack, expert: int, number: int, tensor: Tensor) -> None:
+        """Write an expert's matrix with its last part."""
+        if whole_name(stack.name, newer=self._newer) not in self._entries:
+            beside = self._stacks.beside(stack)
+            self._room_for({each.name: each.shape for each in beside}, tensor)
+            self._matrices += sum(each.experts for each in beside)
+        parts = self._parts.setdefault((stack, expert), [])
+        assert number == len(parts), (stack, expert, number)
+        parts.append(tensor.detach().to("cpu", copy=True))
+        if len(parts) == stack.each:
+            matrix = torch.cat(self._parts.pop((stack, expert)))
+            begin = self._entries[whole_name(stack.name, newer=self._newer)]["data_offsets"][0]
+            self._write(matrix.T if stack.exchanged else matrix, begin + expert * stack.elements * tensor.itemsize)
+            self._matrices -= 1
+
+    def _room_for(self, shapes: Mapping[str, tuple[int, ...]], tensor: Tensor) -> int:
+        """Leave room for tensors of this one's dtype in one file; returns where the first begins."""
+        sizes = {name: torch.Size(shape).numel() * tensor.itemsize for name, shape in shapes.items()}
+        if self._file is not None and self._size + sum(sizes.values()) > self._max_bytes and not self._matrices:
             self._end_file()
+        if self._file is None:
+            self._open(shapes)
+        first = self._size
+        for name, shape in shapes.items():
+            offsets = [self._size, self._size + sizes[name]]
+            self._entries[whole_name(name, newer=self._newer)] = _entry(
+                SAFETENSORS_NAMES[tensor.dtype], list(shape), offsets
+            )
+            self._size += sizes[name]
+        return first
+
+    def _write(self, tensor: Tensor, begin: int) -> None:
+        """Its content, so many bytes behind where the first tensor of the file begins."""
+        assert self._file is not None
         content = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        file = self._file or self._open(name, tensor)
+        self._file.seek(self._room + begin)
         for piece in content.split(PIECE_BYTES):
             # A copy: numpy would hold on to storage that a role frees when it is offloaded.
-            write_all(file, memoryview(piece.clone().numpy().data))
-        offsets = [self._size, self._size + tensor.nbytes]
-        self._entries[whole_name(name, newer=self._newer)] = _entry(
-            SAFETENSORS_NAMES[tensor.dtype], list(tensor.shape), offsets
-        )
-        self._size += tensor.nbytes
+            write_all(self._file, memoryview(piece.clone().numpy().data))
 
     def finish(self) -> torch.dtype:
         """Give the files their names, and an index where there are several; returns the dtype that most bytes are in.
@@ -183,17 +231,15 @@ class _Shards:
     def _part(self, number: int) -> Path:
         return self._folder / f"part-{number}.safetensors"
 
-    def _open(self, name: str, tensor: Tensor) -> FileIO:
-        """A new file, with room for a header that names every tensor still to come."""
+    def _open(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """A new file, with room for a header that names these tensors, and every one still to come."""
         longest = _entry("BF16", [], [10**15] * 2)
-        coming = {name: tuple(tensor.shape), **self._missing}
+        coming = {**shapes, **self._missing}
         entries = {
             whole_name(each, newer=self._newer): {**longest, "shape": list(shape)} for each, shape in coming.items()
         }
         self._room = len(header_bytes(entries))
         self._file = FileIO(self._part(len(self._files)), "wb")
-        self._file.seek(self._room)
-        return self._file
 
     def _end_file(self) -> None:
         assert self._file is not None

@@ -17,6 +17,8 @@ from megarl.models.families import FAMILIES
 from megarl.models.hf_fields import Fields, shown
 
 SHOWN = 5
+# How architectures' names end; the second, of a head of one score, is megarl's own: transformers has no such multimodal model.
+CONDITIONAL, SCORING = "ForConditionalGeneration", "ForSequenceClassification"
 
 # Prefix in the multimodal folder -> prefix in a folder of the text part; None: not of the text part. The first that fits counts.
 Prefixes = Mapping[str, str | None]
@@ -30,9 +32,15 @@ _LLAVA: Prefixes = MappingProxyType(
         "lm_head.": "lm_head.",
     }
 )
-_NEWER: Prefixes = MappingProxyType({"model.language_model.": "model.", "lm_head.": "lm_head."})
+_NEWER: Prefixes = MappingProxyType({"model.language_model.": "model.", "lm_head.": "lm_head.", "score.": "score."})
 _QWEN2: Prefixes = MappingProxyType(
-    {"model.language_model.": "model.", "model.visual.": None, "model.": "model.", "lm_head.": "lm_head."}
+    {
+        "model.language_model.": "model.",
+        "model.visual.": None,
+        "model.": "model.",
+        "lm_head.": "lm_head.",
+        "score.": "score.",
+    }
 )
 
 
@@ -75,14 +83,19 @@ MULTIMODALS: Mapping[str, Multimodal] = MappingProxyType(
         "LlavaOnevisionForConditionalGeneration": Multimodal("llava_onevision", _LLAVA),
         "InternVLForConditionalGeneration": Multimodal("internvl", _LLAVA),
         # Tokens of a text have the same position on all three axes, which is RoPE as the family has it.
-        "Qwen2VLForConditionalGeneration": Multimodal("qwen2_vl", _QWEN2, {"qwen2_vl_text": "qwen2"}),
+        "Qwen2VLForConditionalGeneration": Multimodal("qwen2_vl", _QWEN2, {"qwen2_vl_text": "qwen2"}, sees=True),
         "Qwen2_5_VLForConditionalGeneration": Multimodal("qwen2_5_vl", _QWEN2, {"qwen2_5_vl_text": "qwen2"}, sees=True),
         "Qwen3VLForConditionalGeneration": Multimodal("qwen3_vl", _NEWER, {"qwen3_vl_text": "qwen3"}, sees=True),
         "Qwen3VLMoeForConditionalGeneration": Multimodal(
-            "qwen3_vl_moe", _NEWER, {"qwen3_vl_moe_text": "qwen3_moe"}, {"norm_topk_prob": True}, stacked_experts=True
+            "qwen3_vl_moe",
+            _NEWER,
+            {"qwen3_vl_moe_text": "qwen3_moe"},
+            {"norm_topk_prob": True},
+            stacked_experts=True,
+            sees=True,
         ),
-        "Qwen3_5ForConditionalGeneration": Multimodal("qwen3_5", _NEWER),
-        "Qwen3_5MoeForConditionalGeneration": Multimodal("qwen3_5_moe", _NEWER),
+        "Qwen3_5ForConditionalGeneration": Multimodal("qwen3_5", _NEWER, sees=True),
+        "Qwen3_5MoeForConditionalGeneration": Multimodal("qwen3_5_moe", _NEWER, sees=True),
         "Glm4vForConditionalGeneration": Multimodal("glm4v", _NEWER, {"glm4v_text": "glm4"}),
     }
 )
@@ -94,7 +107,7 @@ _AGAIN: Mapping[str, str] = MappingProxyType({"InternVLChatModel": "InternVLForC
 def read_multimodal(fields: Fields) -> Multimodal:
     """What a config.json names. Raises UserError where that is none of these."""
     architectures = fields.words("architectures", lone=True)
-    found = next((MULTIMODALS[name] for name in architectures if name in MULTIMODALS), None)
+    found = next((each for each in map(_known, architectures) if each is not None), None)
     if found is None:
         raise UserError(
             f"{fields.path}: architecture {_named(architectures)} is no multimodal model whose text part megarl knows. "
@@ -117,7 +130,23 @@ def whole_name(text: str, *, newer: bool) -> str:
 
 def sees(architectures: Iterable[str]) -> bool:
     """Whether a config.json names a model that megarl trains with images."""
-    return any(name in MULTIMODALS and MULTIMODALS[name].sees for name in architectures)
+    return any(found is not None and found.sees for found in map(_known, architectures))
+
+
+def scored_multimodal(architecture: str) -> str:
+    """What megarl calls a multimodal architecture with a head of one score."""
+    return architecture.replace(CONDITIONAL, SCORING)
+
+
+def scores(architectures: Iterable[str]) -> bool:
+    """Whether a multimodal config.json names a head of one score."""
+    return any(name.endswith(SCORING) for name in architectures)
+
+
+def _known(architecture: str) -> Multimodal | None:
+    """The architecture, or the one that it is with a head of one score; None where it is none of these."""
+    found = MULTIMODALS.get(architecture.replace(SCORING, CONDITIONAL))
+    return found if found is not None and (found.sees or architecture in MULTIMODALS) else None
 
 
 def text_names(names: Iterable[str], multimodal: Multimodal, folder: Path) -> dict[str, str]:

@@ -7,20 +7,14 @@ from dataclasses import replace
 from megarl.core.errors import UserError
 from megarl.models.config import ModelConfig
 from megarl.models.vision import Vision
-from megarl.recipe.dataset import DataSet
 from megarl.recipe.schema import Data
-from megarl.recipe.supervised import SftData
+from megarl.recipe.supervised import RowData
 
 IMAGES_KEY = Data.model_fields["images_key"].default
 
 
-def sight_of(model: ModelConfig, data: DataSet) -> Vision | None:
-    """None for a model that sees no images, and for rows that have none: pairs, labelled answers.
-
-    Raises UserError where the recipe says what the model cannot do.
-    """
-    if not isinstance(data, Data | SftData):
-        return None
+def sight_of(model: ModelConfig, data: Data | RowData) -> Vision | None:
+    """None for a model that sees no images. Raises UserError where the recipe says what the model cannot do."""
     vision, most = model.vision, data.max_image_pixels
     if vision is None:
         asked = {

@@ -23,8 +23,6 @@ def check_roles(recipe: AnyRecipe, policy: ModelConfig) -> None:
     """Every role's model, tokens and layout. Raises UserError. policy: the model of model.path, checked already."""
     named = _named_models(recipe) if isinstance(recipe, Recipe) else {}
     models = {role: _model_of(role, path, recipe, policy) for role, path in named.items()}
-    if isinstance(recipe, Recipe) and recipe.critic is not None:
-        check_scored(models.get("critic", policy), "critic", recipe.critic.path or recipe.model.path)
     for role, layout in role_layouts(recipe).items():
         check_layout(models.get(role, policy), layout, f"{role}.parallel")
 
@@ -45,10 +43,10 @@ def _model_of(role: str, folder: Path, recipe: AnyRecipe, policy: ModelConfig) -
             f"{key} is a language model, and a reward model has a head of one score (its architecture ends on "
             "ForSequenceClassification, num_labels 1). Train one by `megarl rm`, or name a folder that has it."
         )
-    if role == "teacher" and not _sees_alike(model, policy):
+    if not _sees_alike(model, policy):
         raise UserError(
             f"{key} has another token for a square of an image than model.path has, or squares of another size, and it is given "
-            "the policy's images. Name a teacher of the policy's family, or one of text."
+            "the policy's images. Name a model of the policy's family, or one of text."
         )
     if role == "teacher" and model.head == "score":
         raise UserError(f"{key} has a score head and no vocabulary: it gives no log-probs. Name a language model.")
@@ -65,18 +63,9 @@ def _model_of(role: str, folder: Path, recipe: AnyRecipe, policy: ModelConfig) -
     return model
 
 
-def _sees_alike(teacher: ModelConfig, policy: ModelConfig) -> bool:
-    ours, theirs = policy.vision, teacher.vision
+def _sees_alike(model: ModelConfig, policy: ModelConfig) -> bool:
+    ours, theirs = policy.vision, model.vision
     return ours is None or theirs is None or (ours.image_token, ours.square) == (theirs.image_token, theirs.square)
-
-
-def check_scored(model: ModelConfig, role: str, folder: Path) -> None:
-    """A role that gives numbers can have this model. Raises UserError."""
-    if model.vision is not None:
-        raise UserError(
-            f"{role}: {folder} is a model that sees images, and heads of one score are of models of text. Train without a critic "
-            "(algorithm.preset: grpo), or train its text part alone, which `megarl convert text-part` writes."
-        )
 
 
 def _check_top(recipe: Recipe, teacher: ModelConfig, key: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from io import BufferedIOBase, FileIO, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +18,6 @@ from megarl.core.disk import write_all
 from megarl.core.errors import UserError
 from megarl.models.hf_files import Columns, TensorInfo, content_bytes
 from megarl.models.hf_header import BITS, PREFIX_BYTES, header_bytes, read_header
-from megarl.models.hf_stacked import stacked
 
 PIECE_BYTES = 8 * 2**20
 
@@ -75,31 +73,6 @@ def write_replaced(source: Path, path: Path, replaced: Mapping[str, Sequence[Ten
             for part in parts:
                 with part.file.open("rb") as other:
                     _copy(other, part.offset, content_bytes(part), out, wrote)
-
-
-def unstacked(index: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
-    """The same, with tensors of each expert in the place of one of all, where that has a shape which can be theirs.
-
-    expected: name -> shape, of tensors of each expert. A tensor of all has a matrix for each: its own ones below each other, as
-    transformers 5 writes them, or with rows and columns exchanged, as Qwen3-VL's are published.
-    """
-    found = dict(index)
-    for name, parts in stacked(expected).items():
-        info = index.get(name)
-        if info is None or len(info.shape) != 3 or len(parts) % info.shape[0]:
-            continue
-        (rows, width), each = expected[parts[0]], len(parts) // info.shape[0]
-        exchanged = info.shape[1:] != (each * rows, width)
-        if exchanged and info.shape[1:] != (width, each * rows):
-            continue
-        del found[name]
-        for number, part in enumerate(parts):
-            expert, place = divmod(number, each)
-            one = replace(info, shape=(rows, width))
-            before = expert * each + (0 if exchanged else place)
-            columns = Columns(place * rows, each * rows) if exchanged else None
-            found[part] = replace(one, offset=info.offset + before * content_bytes(one), columns=columns)
-    return found
 
 
 def _columns(source: BinaryIO, info: TensorInfo, columns: Columns) -> bytes:

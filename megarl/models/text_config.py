@@ -7,11 +7,11 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.transformers_models import without_models
-from megarl.models.families import FAMILIES
+from megarl.models.families import FAMILIES, score_architecture
 from megarl.models.hf_fields import Fields, shown
 from megarl.models.hf_fp8 import QUANTIZATION
 from megarl.models.hf_rope import SHARE
-from megarl.models.multimodal import Multimodal
+from megarl.models.multimodal import Multimodal, scores
 
 REASON_CHARACTERS = 300
 # Of RoPE on several axes: one position a token, as a text has it, is the same on each.
@@ -60,9 +60,11 @@ def text_config(fields: Fields, multimodal: Multimodal) -> dict[str, Any]:
     said = {key: value for key, value in part.items() if key not in common and not key.startswith("_")}
     ends = {key: fields.raw[key] for key in ("bos_token_id", "eos_token_id") if fields.get(key) is not None}
     dtype = whole.dtype or whole.text_config.dtype
+    head = scores(fields.words("architectures", lone=True))
     return {
-        "architectures": [architecture],
+        "architectures": [score_architecture(architecture) if head else architecture],
         "model_type": kind,
+        **({"id2label": dict(whole.id2label)} if head else {}),
         **said,
         **ends,
         **({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}),

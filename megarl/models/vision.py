@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.hf_fields import Fields
-from megarl.models.tower_size import tower_elements
+from megarl.models.tower_size import patch_size, tower_elements
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR, IMAGE_PROCESSOR = "processor_config.json", "image_processor"  # as transformers 5 writes both into one file
@@ -146,7 +146,7 @@ def parse_vision(raw: Mapping[str, Any], path: Path, processor: Mapping[str, Any
         image_token=fields.count("image_token_id", least=0),
         start_token=fields.count("vision_start_token_id", least=0),
         end_token=fields.count("vision_end_token_id", least=0),
-        square=tower.count("patch_size", 14) * merge,
+        square=patch_size(tower) * merge,
         least_pixels=said.count("min_pixels", size.count("shortest_edge", _LEAST_PIXELS)),
         most_pixels=said.count("max_pixels", size.count("longest_edge", _MOST_PIXELS)),
         axes=(axes[0], axes[1], axes[2]),

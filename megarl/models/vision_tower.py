@@ -10,7 +10,7 @@ import importlib
 import io
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,16 +18,24 @@ from torch.nn import Module
 
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
-from megarl.models.hf_files import AGAIN, some, tower_index
+from megarl.core.types import Picture
+from megarl.data.images import pixels
+from megarl.models.hf_files import AGAIN, TOWER, some, tower_index
 from megarl.models.hf_read import HfReader
+
+if TYPE_CHECKING:
+    import PIL.Image  # loaded where an image is looked at
 
 # Of a config.json's model_type: where transformers has the tower, and what it is called there.
 TOWERS = {
+    "qwen2_vl": ("qwen2_vl.modeling_qwen2_vl", "Qwen2VisionTransformerPretrainedModel"),
     "qwen2_5_vl": ("qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"),
     "qwen3_vl": ("qwen3_vl.modeling_qwen3_vl", "Qwen3VLVisionModel"),
+    "qwen3_5": ("qwen3_5.modeling_qwen3_5", "Qwen3_5VisionModel"),
+    "qwen3_5_moe": ("qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeVisionModel"),
+    "qwen3_vl_moe": ("qwen3_vl_moe.modeling_qwen3_vl_moe", "Qwen3VLMoeVisionModel"),
 }
 PROCESSOR = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
-PREFIX = "visual."  # of the tower's names in a folder, behind what else may stand in front
 KEPT_BYTES = 2**29
 
 
@@ -39,18 +47,18 @@ class Tower:
         self.module = _load(folder, dtype, device)
         self._process = importlib.import_module(PROCESSOR).Qwen2VLImageProcessorPil.from_pretrained(folder)
         self._dtype, self._device, self._kept_bytes = dtype, device, kept_bytes
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._kept: OrderedDict[Picture, Tensor] = OrderedDict()
 
-    def features(self, png: bytes) -> Tensor:
+    def features(self, picture: Picture) -> Tensor:
         """[1 + deepstack, squares, hidden] of an image, row by row: for the embedding's place, and for the first layers.
 
-        png: of a size that is the model's.
+        picture: of a size that is the model's. Raises UserError for an image of a row that cannot be decoded.
         """
-        key = hashlib.blake2b(png, digest_size=16).digest()
+        key = hashlib.blake2b(picture, digest_size=16).digest() if isinstance(picture, bytes) else picture
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        self._kept[key] = found = self._see(png)
+        self._kept[key] = found = self._see(picture)
         while sum(each.nbytes for each in self._kept.values()) > self._kept_bytes and len(self._kept) > 1:
             self._kept.popitem(last=False)
         return found
@@ -60,14 +68,18 @@ class Tower:
         self._kept.clear()
 
     @torch.no_grad()
-    def _see(self, png: bytes) -> Tensor:
-        from PIL import Image
-
-        with Image.open(io.BytesIO(png)) as image:
+    def _see(self, picture: Picture) -> Tensor:
+        with _opened(picture) as image:
             patches = self._process(images=[image], do_resize=False, return_tensors="pt")
-        pixels = patches["pixel_values"].to(self._device, self._dtype)
-        output = self.module(pixels, grid_thw=patches["image_grid_thw"].to(self._device))
+        values = patches["pixel_values"].to(self._device, self._dtype)
+        output = self.module(values, grid_thw=patches["image_grid_thw"].to(self._device))
         return torch.stack([output.pooler_output, *getattr(output, "deepstack_features", ())])
+
+
+def _opened(picture: Picture) -> PIL.Image.Image:
+    import PIL.Image
+
+    return PIL.Image.open(io.BytesIO(picture)) if isinstance(picture, bytes) else pixels(picture, picture.where)
 
 
 def _load(folder: Path, dtype: torch.dtype, device: str) -> Module:
@@ -86,7 +98,7 @@ def _load(folder: Path, dtype: torch.dtype, device: str) -> Module:
 
 def _fill(tower: Module, folder: Path) -> None:
     index = tower_index(folder)
-    names = {name.partition(PREFIX)[2]: name for name in index}
+    names = {name.partition(TOWER)[2]: name for name in index}
     expected = dict(tower.named_parameters())
     wrong = {
         "missing": sorted(expected.keys() - names.keys()),

@@ -111,7 +111,7 @@ UNREAD_RULES: tuple[Unread, ...] = (
     ),
     Unread(
         ("data.max_image_pixels",),
-        lambda r, _: r.data.images_key is not None,
+        lambda r, _: r.data.images_key is not None or getattr(r, "agent", None) is not None,  # episodes may show others
         "data.images_key is null, and no image is read: name the field of images",
         (*RL, SftRecipe),
     ),

@@ -34,6 +34,8 @@ class RowData(DataSet):
     max_tokens: PositiveInt = Field(
         2048, description="longest sequence, prompt and response; rows with a longer one are counted and dropped"
     )
+    images_key: ImagesKey = "images"
+    max_image_pixels: MaxImagePixels = None
     shuffle: bool = Field(True, description="a new order every epoch, from run.seed")
     mix: Mix = Field({})
     mix_key: MixKey = "data_source"
@@ -46,8 +48,6 @@ class SftData(RowData):
     messages_key: str = Field(
         "messages", description="field with whole chats, the last message the assistant's; used where present"
     )
-    images_key: ImagesKey = "images"
-    max_image_pixels: MaxImagePixels = None
 
 
 class PairData(RowData):

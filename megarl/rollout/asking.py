@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from megarl.core.errors import DeadlineError, MegarlError, UserError
 from megarl.core.types import TokenArray
 from megarl.rollout.gate import Gate
-from megarl.rollout.pictures import Pictures
+from megarl.rollout.pictures import Sends
 from megarl.rollout.pieces import Decode, extend, join, joined_text
 from megarl.serving.answers import AnswerError, Generation
 from megarl.serving.client import ServerClient, ServerError, ServerUnreachableError, nobody_there
@@ -32,7 +32,7 @@ class RequestFailedError(MegarlError):
 class Request:
     """One response in the making: what it is asked with, and what there is of it, in pieces.
 
-    token_ids: [P], all that stands before the response. seconds: that it was at the servers. pictures: of the prompt.
+    token_ids: [P], all that stands before the response. seconds: that it was at the servers. pictures: of what stands there.
     """
 
     token_ids: TokenArray
@@ -40,7 +40,7 @@ class Request:
     pieces: list[Generation] = field(default_factory=list)
     cuts: int = 0  # that nobody here asked for
     seconds: float = 0.0
-    pictures: Pictures | None = None
+    pictures: Sends | None = None
 
     async def go_on(
         self,

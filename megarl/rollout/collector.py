@@ -19,6 +19,7 @@ from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
 from megarl.core.types import Block, FloatArray, Prompt, Sample, Status, TokenArray
 from megarl.data.chat import Tokenizer, load_tokenizer
+from megarl.data.images import Sight
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.models.hf_config import load_model_config
 from megarl.models.recipe_vision import sight_of
@@ -120,7 +121,7 @@ class Collector:
         recipe: Recipe,
         router: ServerEndpoint,
         num_collectors: int = 1,
-        open_player: Callable[[Tokenizer], Player] | None = None,
+        open_player: Callable[[Tokenizer, Sight | None], Player] | None = None,
     ) -> Collector:
         """Read the recipe's data and get ready to start its graders; `start` starts them. open_player: makes what plays.
 
@@ -143,7 +144,7 @@ class Collector:
             client=ServerClient(router, attempts=ATTEMPTS + math.ceil(recipe.deadlines.start_s / LONGEST_BACKOFF_S)),
             graders=Graders.open(recipe.reward, notices.tell, episodes=recipe.agent is not None, known=begun),
             decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
-            player=open_player(tokenizer) if open_player is not None else None,
+            player=open_player(tokenizer, sight) if open_player is not None else None,
             num_collectors=num_collectors,
             notices=notices,
             teacher=ServedTeacher.open(recipe, notices.tell),

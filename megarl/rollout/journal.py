@@ -16,7 +16,7 @@ import re
 import secrets
 import sqlite3
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from pathlib import Path
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
 from megarl.core.types import Prompt, Sample
-from megarl.rollout.journal_rows import COLUMNS, Damage, read_sample, row_of
+from megarl.rollout.journal_rows import COLUMNS, Damage, digest, digests_of, read_sample, row_of
 from megarl.rollout.tasks import GroupTask
 
 log = get_logger(__name__)
@@ -48,6 +48,10 @@ GREEDY = -1  # the position of a greedy answer; others count from 0
 TABLE = f"create table if not exists samples ({', '.join(COLUMNS)})"
 # A step is read group by group: without it each would look at all samples of the step.
 INDEX = "create index if not exists by_group on samples (row, first)"
+# What environments showed, which is nowhere else: each file once, however many samples have it.
+IMAGES = "create table if not exists images (digest text primary key, png blob)"
+INSERT_IMAGE = "insert or ignore into images values (?, ?)"
+SELECT_IMAGE = "select png from images where digest = ?"
 INSERT = f"insert into samples values ({', '.join('?' * len(COLUMNS))})"
 # Blobs of other rows are not read.
 SELECT = "select * from samples where row = ? and first = ? order by written, position"
@@ -70,10 +74,11 @@ class Written:
 
 @dataclass
 class _Waiting:
-    """Rows of a group that are to be written, and who waits for that."""
+    """Rows of a group that are to be written, with the images that environments showed, and who waits for that."""
 
     step: int
     rows: list[tuple[Value, ...]]
+    images: dict[str, bytes]  # by digest
     shares: bool
     written: asyncio.Future[None]
 
@@ -101,7 +106,9 @@ class Journal:
         """
         written, numbered = time.time(), [*enumerate(group.samples), *((GREEDY, each) for each in group.greedy)]
         rows = [row_of(task, prompt, position, sample, len(numbered), written) for position, sample in numbered]
-        waiting = _Waiting(task.step, rows, shares, asyncio.get_running_loop().create_future())
+        images = {id(image): image for _, sample in numbered for _, image in sample.shown}  # samples share the bytes
+        files = {digest(image): image for image in images.values()}
+        waiting = _Waiting(task.step, rows, files, shares, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if not shares:
             self._hurried.set()
@@ -155,8 +162,9 @@ class Journal:
         began = time.perf_counter()
         for step in dict.fromkeys(each.step for each in batch):
             rows = [row for each in batch if each.step == step for row in each.rows]
+            images = {name: image for each in batch if each.step == step for name, image in each.images.items()}
             try:
-                self._insert(step, rows)
+                self._insert(step, rows, images)
             except sqlite3.OperationalError as error:
                 if code_of(error) != sqlite3.SQLITE_BUSY:
                     raise
@@ -166,15 +174,18 @@ class Journal:
                 )
                 self._close_files(0)
                 self._token = secrets.token_hex(4)
-                self._insert(step, rows)
+                self._insert(step, rows, images)
         self.spent_s += time.perf_counter() - began
 
-    def _insert(self, step: int, rows: Sequence[tuple[Value, ...]]) -> None:
+    def _insert(self, step: int, rows: Sequence[tuple[Value, ...]], images: Mapping[str, bytes]) -> None:
         with self._file(step) as file:  # one transaction; a new file's table and index are made in it
             file.execute("begin")
             file.execute(TABLE)
             file.execute(INDEX)
             file.executemany(INSERT, rows)
+            if images:
+                file.execute(IMAGES)
+                file.executemany(INSERT_IMAGE, images.items())
 
     def _file(self, step: int) -> sqlite3.Connection:
         if step not in self._open:
@@ -219,15 +230,17 @@ def _read(path: Path, task: GroupTask, prompt: Prompt) -> Written | None:
     with closing(sqlite3.connect(path, timeout=BUSY_S)) as file:
         file.row_factory = sqlite3.Row
         rows = [dict(row) for row in file.execute(SELECT, (task.row, task.first))]
+        rows = [row for row in rows if row["written"] == rows[-1]["written"]]
+        names = {name for row in rows for _, name in digests_of(row)}
+        images = {name: png for name in names for (png,) in file.execute(SELECT_IMAGE, (name,))}
     if not rows:
         return None
-    rows = [row for row in rows if row["written"] == rows[-1]["written"]]
     greedy = [row for row in rows if row["position"] == GREEDY]
     # A replay may have no use for greedy answers that the run had.
     if len(rows) != rows[0]["size"] or len(rows) - len(greedy) != task.count or len(greedy) < task.greedy:
         raise Damage(f"{len(rows)} samples of {rows[0]['size']}, where {task.count + task.greedy} are asked for")
-    samples = [read_sample(row, prompt) for row in rows if row["position"] != GREEDY]
-    return Written(samples, [read_sample(row, prompt) for row in greedy[: task.greedy]], rows[0]["written"])
+    samples = [read_sample(row, prompt, images) for row in rows if row["position"] != GREEDY]
+    return Written(samples, [read_sample(row, prompt, images) for row in greedy[: task.greedy]], rows[0]["written"])
 
 
 def steps_of(folder: Path) -> list[int]:

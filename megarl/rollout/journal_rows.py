@@ -7,6 +7,8 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,9 @@ from megarl.data.images import identity
 from megarl.rollout.tasks import GroupTask
 
 # record: L token ids (int32), L log-probs (float32), L bytes of loss mask, label-aligned: see core/types.Record. routing: int16.
-# columns: float32, those of core/types.Sample end to end; column_shapes: name and shape of each.
+# columns: float32, those of core/types.Sample end to end; column_shapes: name and shape of each. images: number and digest of
+# each that an environment showed; the files themselves are in a table of their own, each once. prompt_images: 0 where those of
+# the prompt do not stand in it.
 COLUMNS = (
     "row integer",
     "first integer",
@@ -44,11 +48,13 @@ COLUMNS = (
     "starts text",
     "columns blob",
     "column_shapes text",
+    "images text",
+    "prompt_images integer",
     "crc integer",
 )
 NAMES = frozenset(column.split()[0] for column in COLUMNS)
 # What samples have where a journal was written by an older megarl, which did not know the column.
-SINCE = {"starts": "[]", "columns": None, "column_shapes": "[]"}
+SINCE = {"starts": "[]", "columns": None, "column_shapes": "[]", "images": "[]", "prompt_images": None}
 
 
 class Damage(MegarlError):
@@ -90,16 +96,28 @@ def row_of(
         _json(sample.starts),
         b"".join(np.ascontiguousarray(column, np.float32).tobytes() for column in sample.columns.values()) or None,
         _json([[name, *column.shape] for name, column in sample.columns.items()]),
+        _json([[number, digest(image)] for number, image in sample.shown]),
+        len(sample.prompt.images),
     )
     # Half a character, in what a grader or an environment said, is none that a file can hold.
     whole = tuple(each.encode(errors="replace").decode() if isinstance(each, str) else each for each in values)
     return (*whole, _crc(whole))
 
 
-def read_sample(found: Mapping[str, Any], prompt: Prompt) -> Sample:
+def digest(image: bytes) -> str:
+    """What an image is found by: of its bytes."""
+    return blake2b(image, digest_size=16).hexdigest()
+
+
+def digests_of(row: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """Number and digest of each image that a sample's environment showed. row: by its columns."""
+    return [(number, each) for number, each in orjson.loads(row.get("images") or "[]")]
+
+
+def read_sample(found: Mapping[str, Any], prompt: Prompt, images: Mapping[str, bytes] = MappingProxyType({})) -> Sample:
     """A sample again. found: the row by its columns, as its table has them. prompt: of its row of the data, now.
 
-    Raises Damage where the checksum or the prompt is another.
+    images: by their digests, see `digests_of`. Raises Damage where the checksum, the prompt or an image is another.
     """
     row: dict[str, Any] = SINCE | dict(found)
     if row.keys() != NAMES:
@@ -108,6 +126,9 @@ def read_sample(found: Mapping[str, Any], prompt: Prompt) -> Sample:
         raise Damage(f"the checksum of sample {row['id']} is another")
     if row["prompt_crc"] != prompt_crc(prompt):
         raise Damage(f"sample {row['id']} answers another prompt than the row has now")
+    shown = tuple((number, images.get(name, b"")) for number, name in digests_of(row))
+    if any(digest(image) != name for (_, image), (_, name) in zip(shown, digests_of(row), strict=True)):
+        raise Damage(f"an image of sample {row['id']} is another, or is gone")
     memory = np.frombuffer(row["record"], np.uint8).copy()
     record = Record.of(memory)
     response = slice(row["prompt_tokens"] - 1, len(record.tokens) - 1)
@@ -115,7 +136,7 @@ def read_sample(found: Mapping[str, Any], prompt: Prompt) -> Sample:
     return Sample(
         id=row["id"],
         group_id=row["id"].rpartition("/")[0],
-        prompt=_asked(prompt, row["prompt_text"], record.tokens[: row["prompt_tokens"]]),
+        prompt=_asked(prompt, row["prompt_text"], record.tokens[: row["prompt_tokens"]], row["prompt_images"]),
         response_ids=record.tokens[row["prompt_tokens"] :],
         response_text=row["text"],
         loss_mask=record.loss_mask[response],
@@ -131,6 +152,7 @@ def read_sample(found: Mapping[str, Any], prompt: Prompt) -> Sample:
         memory=memory,
         starts=tuple(orjson.loads(row["starts"])),
         columns=_columns(row["columns"], orjson.loads(row["column_shapes"])),
+        shown=shown,
     )
 
 
@@ -140,9 +162,11 @@ def _columns(blob: bytes | None, shapes: Sequence[Sequence[Any]]) -> dict[str, F
     return {name: part.reshape(shape) for (name, *shape), part in zip(shapes, parts, strict=False)}
 
 
-def _asked(prompt: Prompt, text: str | None, token_ids: TokenArray) -> Prompt:
+def _asked(prompt: Prompt, text: str | None, token_ids: TokenArray, num_images: int | None) -> Prompt:
     """What the sample answered: the row's prompt, or another that was made of it."""
-    return prompt if text is None else replace(prompt, token_ids=token_ids, text=text)
+    return (
+        prompt if text is None else replace(prompt, token_ids=token_ids, text=text, images=prompt.images[:num_images])
+    )
 
 
 def prompt_crc(prompt: Prompt) -> int:

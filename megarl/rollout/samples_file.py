@@ -41,7 +41,7 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
             **({"figures": figures} if (figures := _figures(sample)) else {}),
             "status": sample.status.value,
             "response_tokens": len(sample.response_ids),
-            **({"images": len(sample.prompt.images)} if sample.prompt.images else {}),
+            **({"images": count} if (count := len(sample.prompt.images) + len(sample.shown)) else {}),
             **_said(sample),
             "answer": sample.prompt.answer,
             **({"grade_failure": sample.grade_failure} if sample.grade_failure else {}),

@@ -11,7 +11,6 @@ from megarl.data.chat import QUESTION, Tokenizer, behind_turn, load_tokenizer, s
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import EOS, GENERATION, load_model_config
 from megarl.models.lora_settings import LoraSettings, adaptable, all_linears
-from megarl.models.role_check import check_scored
 from megarl.recipe.load import Loaded
 from megarl.recipe.roles import ALL_LINEARS
 from megarl.recipe.schema import AnyRecipe, Recipe, RecipeT
@@ -25,8 +24,6 @@ END_OF_MESSAGE = "<|eom_id|>"  # of Llama 3: SGLang ends a response at it whatev
 def check_head(recipe: SupervisedRecipe, model: ModelConfig) -> None:
     """A reward model learns by its score head, everything else by the vocabulary. Raises UserError."""
     scores = isinstance(recipe, RmRecipe)
-    if scores:
-        check_scored(model, "megarl rm", recipe.model.path)
     if model.head == "score" and not scores:
         raise UserError(
             f"model.path {recipe.model.path} is a reward model: it has one score a token in the place of a vocabulary. "
@@ -36,6 +33,11 @@ def check_head(recipe: SupervisedRecipe, model: ModelConfig) -> None:
         raise UserError(
             f"model.path {recipe.model.path} is a language model, whose new score head begins at zero, and under actor.lora "
             "only adapters learn. Remove actor.lora, or begin with a reward model."
+        )
+    if scores and model.vision is not None and recipe.actor.lora is not None:
+        raise UserError(
+            f"model.path {recipe.model.path} is a reward model that sees images, of which transformers has none: nothing but "
+            "megarl could load its adapters. Remove actor.lora."
         )
 
 

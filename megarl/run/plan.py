@@ -114,7 +114,7 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
         workload = _with_staleness(workload, loaded, options.max_staleness)
     plan = _searched(recipe, workload, cluster, options)
     seconds = _band(recipe, workload, cluster, options, plan, lengths)
-    console.print(_words(lengths, seconds), highlight=False)
+    console.print(_words(lengths, seconds, _may_see(recipe, workload)), highlight=False)
     if (asks := _unlike_pick(recipe, plan)) is not None:
         console.print(
             f"{asks} has servers work while the ranks train, and the fastest placement has both on the same devices: to run it, "
@@ -227,8 +227,13 @@ def _band(
     return low, plan.best.step_s, high
 
 
-def _words(lengths: Known, seconds: tuple[float, ...]) -> str:
-    """How sure the prediction is, by its lengths."""
+def _may_see(recipe: Recipe, workload: Workload) -> bool:
+    """Whether prompts may have images, whose tokens count."""
+    return workload.models[ROLLOUT].vision is not None and recipe.data.images_key is not None
+
+
+def _words(lengths: Known, seconds: tuple[float, ...], sees: bool) -> str:
+    """How sure the prediction is, by its lengths; sees: whether prompts may have images."""
     if lengths.band is None:
         return (
             f"Lengths: {lengths.words}; a mean response of {lengths.responses.mean:.0f} tokens, a mean prompt of "
@@ -239,8 +244,8 @@ def _words(lengths: Known, seconds: tuple[float, ...]) -> str:
     return (
         f"Lengths are not known: a step takes {low:.3g} s, likely {likely:.3g} s, or {high:.3g} s, with mean responses of "
         f"{means[0]:.0f}, {means[1]:.0f} or {means[2]:.0f} tokens (of published runs, cut at the limit, a tenth, half and "
-        f"nine tenths are below) and prompts of {lengths.prompt_tokens:.0f}. Give the run's own by --lengths FILE (samples "
-        "or a log), or by --response-mean and --prompt-mean; below are the likely ones."
+        f"nine tenths are below) and prompts of {lengths.prompt_tokens:.0f}{', without images' if sees else ''}. Give the "
+        "run's own by --lengths FILE (samples or a log), or by --response-mean and --prompt-mean; below are the likely ones."
     )
 
 

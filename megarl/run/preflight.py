@@ -54,7 +54,6 @@ from megarl.run.resume_check import check_resumed
 from megarl.run.rows_check import (
     check_best,
     check_best_label,
-    check_blind,
     check_graded,
     check_margins,
     check_sets,
@@ -225,7 +224,6 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
     sight = sight_of(model, recipe.data)
     rows, *held_out = (load_supervised(file, recipe.model.path, recipe.data, sight) for file in files)
     for file, loaded in zip(files, (rows, *held_out), strict=True):
-        check_blind(recipe, file, model)
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
         check_margins(recipe, file, loaded)

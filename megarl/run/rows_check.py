@@ -14,15 +14,16 @@ from megarl.data.chat import load_tokenizer
 from megarl.data.mix import RowsBySet
 from megarl.data.pairs import Pair
 from megarl.data.prompts import MESSAGES_KEY, PromptSet, load_prompts
-from megarl.data.rows import field_of, place_of, read_rows
+from megarl.data.rows import place_of
 from megarl.data.supervised import Rows
 from megarl.data.unpaired import FEWEST_ROWS, Unpaired
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import load_model_config
-from megarl.models.recipe_vision import IMAGES_KEY, sight_of
+from megarl.models.recipe_vision import sight_of
+from megarl.recipe.agent import Agent
 from megarl.recipe.keep_rules import set_of
 from megarl.recipe.schema import Recipe
-from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SftRecipe, SupervisedRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SupervisedRecipe
 from megarl.rewards.check import check_rendered, compares_answers
 from megarl.rewards.row_choice import check_choice, first_ungraded
 
@@ -43,14 +44,12 @@ def checked_prompts(recipe: Recipe, path: Path, model: ModelConfig) -> PromptSet
 
 def check_seen(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
     """Raises UserError for a row with images where somebody beside the policy is given its tokens, and sees none."""
-    first = next((prompt for prompt in prompts if prompt.images), None)
-    if first is None:
+    showing = [prompt for prompt in prompts if prompt.images]
+    if not showing:
         return
-    row = f"{place_of(path, first.id)}: the row has images"
+    row = f"{place_of(path, showing[0].id)}: the row has images"
     if recipe.agent is not None:
-        raise UserError(
-            f"{row}, and episodes show none to the model. Remove the section agent, or leave such rows out."
-        )
+        _check_shown(recipe.agent, path, showing)
     if recipe.teacher is not None and recipe.teacher.servers is not None:
         raise UserError(
             f"{row}, and a teacher behind an address is asked about text alone. Leave such rows out, or name a teacher that sees "
@@ -65,14 +64,13 @@ def check_seen(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
             )
 
 
-def check_blind(recipe: SupervisedRecipe, path: Path, model: ModelConfig) -> None:
-    """Raises UserError for a row with images in training on pairs or labels, which shows none to a model that could see them."""
-    for row in read_rows(path) if model.vision is not None and not isinstance(recipe, SftRecipe) else ():
-        if field_of(row.fields, IMAGES_KEY):  # others may be written with an empty list
-            raise UserError(
-                f"{row.where}, field {IMAGES_KEY!r}: images are shown to a model in `megarl train` and `megarl sft` alone. Leave "
-                "such rows out, or remove the field where the text is enough."
-            )
+def _check_shown(agent: Agent, path: Path, showing: Sequence[Prompt]) -> None:
+    """Raises UserError for a row with images whose episodes show none: those that are split."""
+    if agent.rewritten == "split":
+        raise UserError(
+            f"{place_of(path, showing[0].id)}: the row has images, and episodes with agent.rewritten: split show none. Set it to "
+            "keep, or leave such rows out."
+        )
 
 
 def check_tokens(path: Path, rows: Iterable[tuple[str, TokenArray]], model: ModelConfig, folder: Path) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from megarl.agents.endpoint.free import FreeSession
 from megarl.agents.endpoint.http import Endpoint
 from megarl.agents.endpoint.model import Model
+from megarl.agents.observer import Observer
 from megarl.convert.source import find_source
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.interrupts import run_interruptibly
@@ -38,6 +39,7 @@ from megarl.training.run_checkpoints import Checkpoints
 Dtype = Literal["float32", "bfloat16"]
 KV_TOKENS = 65536  # where SGLang cannot size its cache itself
 MOST_AT_ONCE = 64
+BLIND = "megarl serve shows none to its model"
 ANSWER_S = 3600.0  # longest answer
 LOOK_S = 0.5
 
@@ -94,7 +96,9 @@ def run_serve(settings: ServeSettings) -> None:
             name = settings.name or settings.path.resolve().name
             if not has_chat_template(tokenizer):
                 console.print("The tokenizer has no chat template: completions alone are answered.", markup=False)
-            run_interruptibly(_serve(settings, server, Model(name, tokenizer, parser), context, console))
+            run_interruptibly(
+                _serve(settings, server, Model(name, tokenizer, parser, Observer(blind=BLIND)), context, console)
+            )
         finally:
             server.stop()
 

@@ -34,7 +34,7 @@ class SentImages:
             # A router that sees a few such requests fail sends nobody any more to their server.
             if is_there:
                 raise AnswerError(
-                    f"the response was cut off behind token {token}, which the policy wrote and a server takes for {what}"
+                    f"the response cannot go on behind token {token}, which the policy wrote and a server takes for {what}"
                 )
         return {"input_ids": ids, "image_data": [_url(png) for png in self.pngs]}
 

@@ -61,9 +61,18 @@ HYBRID, HYBRID_THETA, PERIOD = "Exaone4ForCausalLM", 1e6, 4
 # Of whose layers with full attention SGLang reads the period alone, and transformers 5 writes the kind of each layer
 # (configs/qwen3_next.py): without it a server ends as it builds the model. Where no key says, transformers takes PERIOD.
 DELTA = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM")
+# Which have it in their text part's; and whose tower SGLang gives the layers of Qwen3-VL's that features are taken behind where
+# no key says that there are none (configs/qwen3_vl.py), as transformers 5 writes none.
+SEEING_DELTA = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+DEEPSTACK = "deepstack_visual_indexes"
+# Of whose tower SGLang reads how many colors there are by the older key alone, and ends without it (models/qwen2_vl.py).
+COLORED, CHANNELS = "Qwen2VLForConditionalGeneration", "in_chans"
 # Whose experts in 16 bits SGLang lays out anew on Blackwell as it loads them, and then takes no weights as they are sent
 # (arg_groups/overrides.py, arg_groups/model_overrides: flashinfer_trtllm). On other devices their kernels are Triton's anyway.
-LAID_OUT_ANEW = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
+LAID_OUT_ANEW = (
+    *("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"),
+    *("Qwen3VLMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+)
 ROUTING = "--enable-return-routed-experts"  # a server tells which experts it chose
 # How a user's flags begin that say by which kernels experts are computed, or on what.
 CHOSEN = ("--moe-", "--quantization")
@@ -119,6 +128,10 @@ def missing_settings(model: Path) -> dict[str, object]:
         missing |= {} if theta == config.get(THETA) else {THETA: theta}
     if any(name in DELTA for name in names):
         missing |= _of_delta(config, rope if AT_TOP in names else {})
+    if any(name in SEEING_DELTA for name in names):
+        missing |= _of_seeing_delta(config)
+    if COLORED in names and CHANNELS not in (vision := config.get("vision_config") or {}):
+        missing["vision_config"] = {CHANNELS: vision.get("in_channels", 3)}
     if LAYERED in names:
         missing |= _of_heads(config)
     if any(name in RENAMED for name in names):
@@ -140,6 +153,13 @@ def _of_delta(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, object]
     unsaid = {THETA: None, SHARE: QUARTER}
     at_top = {key: config.get(key, value) for key, value in unsaid.items()}
     return told | {key: rope[key] for key, value in at_top.items() if rope.get(key, value) != value}
+
+
+def _of_seeing_delta(config: dict[str, Any]) -> dict[str, object]:
+    """The same of the text part, and that features come from the end of the tower alone."""
+    of_text = _of_delta(config.get("text_config") or {}, {})
+    told: dict[str, object] = {"text_config": of_text} if of_text else {}
+    return told if DEEPSTACK in (config.get("vision_config") or {}) else told | {"vision_config": {DEEPSTACK: []}}
 
 
 def _of_heads(config: dict[str, Any]) -> dict[str, object]:

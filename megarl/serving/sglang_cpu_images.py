@@ -20,13 +20,13 @@ from megarl.core.loading import without_collection
 from megarl.core.stand_in import standing_in
 
 PROCESSORS = "sglang.srt.multimodal.processors"
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
+MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 # Models that the same module of SGLang is for.
 OTHERS = tuple(
     f"sglang.srt.models.{name}"
     for name in (
         *("cosmos3", "interns2_mobius", "interns2preview", "qwen3_5", "qwen3_5_mtp"),
-        *("qwen3_omni_moe", "qwen3_vl_moe", "qwen4_exp"),
+        *("qwen3_omni_moe", "qwen4_exp"),
     )
 )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout
-from megarl.core.types import TEACHER_TOP, FloatArray, IntArray, MicroBatch, RoutingArray
+from megarl.core.types import TEACHER_TOP, FloatArray, IntArray, MicroBatch, Picture, RoutingArray
 from megarl.models.vision import Vision, png_size
 
 PADDING = -1
@@ -29,11 +29,12 @@ Bounds = NDArray[np.int32]  # cu_seqlens
 class Images:
     """Those of a packed forward pass, and which of this rank's tokens are squares of them.
 
-    pngs: in the order of their tokens. positions: [3, T of all context-parallel ranks] int64, each token's place in time, row and
-    column within its sequence. rows: [n] int64, this rank's tokens that are squares; squares: [n] int64, which of all images'.
+    pictures: in the order of their tokens. positions: [3, T of all context-parallel ranks] int64, each token's place in time,
+    row and column within its sequence. rows: [n] int64, this rank's tokens that are squares; squares: [n] int64, which of all
+    images'.
     """
 
-    pngs: tuple[bytes, ...]
+    pictures: tuple[Picture, ...]
     positions: Tensor
     rows: Tensor
     squares: Tensor
@@ -167,7 +168,7 @@ def _images(micro: MicroBatch, bounds: Bounds, source: IntArray, vision: Vision 
     for sequence, (start, stop) in enumerate(itertools.pairwise(micro.cu_seqlens)):
         tokens, first = micro.tokens[start:stop], bounds[sequence]
         try:
-            sizes = [png_size(png) for png in micro.images[sequence]]
+            sizes = [_size(picture) for picture in micro.images[sequence]]
             positions[:, first : first + len(tokens)] = vision.positions(tokens, sizes)
             square[start:stop][vision.squares(tokens, sizes)] = 0
         except ValueError as error:
@@ -175,8 +176,13 @@ def _images(micro: MicroBatch, bounds: Bounds, source: IntArray, vision: Vision 
     square[square == 0] = np.arange((square == 0).sum())
     mine = np.where(source == PADDING, PADDING, square[source])
     rows = np.flatnonzero(mine != PADDING)
-    pngs = tuple(itertools.chain.from_iterable(micro.images))
-    return Images(pngs, *(torch.from_numpy(each).to(device) for each in (positions, rows, mine[rows])))
+    pictures = tuple(itertools.chain.from_iterable(micro.images))
+    return Images(pictures, *(torch.from_numpy(each).to(device) for each in (positions, rows, mine[rows])))
+
+
+def _size(picture: Picture) -> tuple[int, int]:
+    """Width and height. Raises ValueError for bytes that are no PNG."""
+    return png_size(picture) if isinstance(picture, bytes) else (picture.width, picture.height)
 
 
 def _routing(routing: RoutingArray, source: IntArray, device: str) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from megarl.core.errors import MegarlError
 from megarl.core.layout import Layout
+from megarl.core.types import Picture
 from megarl.models.config import ModelConfig
 from megarl.models.seen import Seen, needs_features
 from megarl.models.vision_tower import Tower
@@ -47,13 +47,13 @@ class ImageFeatures:
             part = batch.num_tokens // self._layout.tp
             mine = rows // part == self._tp_rank
             rows, squares = rows[mine] - self._tp_rank * part, squares[mine]
-        return Seen(images.positions, rows, self._features(images.pngs, squares))
+        return Seen(images.positions, rows, self._features(images.pictures, squares))
 
-    def _features(self, pngs: Sequence[bytes], squares: Tensor) -> Tensor | None:
+    def _features(self, pictures: Sequence[Picture], squares: Tensor) -> Tensor | None:
         """[1 + deepstack, n, hidden], of these of all squares of the images."""
         if self._tower is None:
             return None
-        return torch.cat([self._tower.features(png) for png in pngs], dim=1)[:, squares]
+        return torch.cat([self._tower.features(picture) for picture in pictures], dim=1)[:, squares]
 
 
 def make_image_features(
@@ -63,8 +63,6 @@ def make_image_features(
     vision = config.vision
     if vision is None:
         return None
-    if config.head == "score":
-        raise MegarlError("A model that sees images has no head of one score.")
     # A model that is only converted sees nothing.
     wanted = spec.load_weights and any(needs_features(chunk, vision) for chunk in chunks)
     return ImageFeatures(Tower(spec.folder, dtype, device) if wanted else None, spec.layout, tp_rank)

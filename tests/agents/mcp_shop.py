@@ -5,12 +5,13 @@
 Appends its process id to the file PIDS. With a port it listens there, else it speaks on its standard input and output.
 """
 
+import base64
 import os
 import sys
 import time
 
 from mcp.server import MCPServer
-from mcp_types import EmbeddedResource, TextContent, TextResourceContents
+from mcp_types import EmbeddedResource, ImageContent, TextContent, TextResourceContents
 
 with open(sys.argv[1], "a") as pids:
     pids.write(f"{os.getpid()}\n")
@@ -37,8 +38,11 @@ def wait(seconds: float) -> str:
 
 
 @shop.tool()
-def leaflet(fruit: str) -> list[TextContent | EmbeddedResource]:
-    """Of a fruit, as a resource; nothing of a kiwi."""
+def leaflet(fruit: str) -> list[TextContent | ImageContent | EmbeddedResource]:
+    """Of a fruit, as a resource; nothing of a kiwi; of a plum with a picture."""
+    if fruit == "plum":
+        picture = ImageContent(type="image", data=base64.b64encode(b"of a plum").decode(), mime_type="image/png")
+        return [TextContent(type="text", text="a plum:"), picture]
     if fruit == "kiwi":
         return [TextContent(type="text", text="")]
     page = TextResourceContents(uri=f"shop://{fruit}", text=f"{fruit}s are fresh")

@@ -16,6 +16,7 @@ from megarl.data.prompts import MESSAGES_KEY
 from megarl.rollout.asking import Asker
 from megarl.rollout.attempt import Attempt
 from megarl.rollout.gate import Gate
+from megarl.rollout.pictures import Pictures
 from megarl.serving.client import ServerClient
 from megarl.serving.sampling import Sampling
 from tests.support.fake_sglang import FakeSglang
@@ -51,6 +52,7 @@ def play(
     prompt: Prompt | None = None,
     sampling: Sampling = Sampling(10_000),  # noqa: B008
     indices: Sequence[int] = (0,),
+    pictures: Pictures | None = None,
 ) -> list[Sample]:
     """One episode for each index."""
 
@@ -59,7 +61,8 @@ def play(
             gate = Gate(4, 1)
             asker = Asker(client, gate, tokenizer.decode, deadline_s=LONG_S)
             episodes = Episodes(settings)
-            attempts = [Attempt(prompt or make_row(), sampling, 1, "train", 3, index) for index in indices]
+            asked = prompt or make_row()
+            attempts = [Attempt(asked, sampling, 1, "train", 3, index, pictures=pictures) for index in indices]
             samples = await asyncio.gather(*(episodes.play(attempt, asker) for attempt in attempts))
             await episodes.close()
             assert gate.running == gate.queued == 0

@@ -6,12 +6,13 @@ import asyncio
 import pickle
 import queue
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.agents import patience
+from megarl.agents import environment_processes, environment_worker, patience
 from megarl.agents.environment import Done, EnvironmentFailedError, EpisodeRow, Response
 from megarl.agents.environment_processes import EnvironmentProcesses, _Process
 from megarl.agents.environment_wire import Answer, Call
@@ -191,6 +192,30 @@ def test_one_that_blocks_for_longer_than_anybody_waits_closes_once_it_has_its_th
             await asyncio.sleep(0.02)
 
     in_one_process(tmp_path, "linger", lingers)
+
+
+def test_an_answer_that_is_too_large_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images come so: what an environment shows at once is bounded before anybody reads it."""
+    monkeypatch.setattr(environment_worker, "MOST_BYTES", 100)
+    said: queue.Queue[Answer] = queue.Queue()
+    worker = _Worker(GuessNumber, said.put)
+    worker.take(Call(0, 0, "start", (replace(ROW, messages=({"role": "user", "content": "x" * 200},)),)))
+    answer = said.get(timeout=20)
+    assert answer.value == b"" and "bytes, and 100 at most leave its process" in answer.error
+    worker.take(Call(1, 0, "close"))
+    assert said.get(timeout=20).error == ""
+
+
+def test_a_process_that_sends_more_than_any_answer_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def sends(processes: EnvironmentProcesses) -> None:
+        monkeypatch.setattr(environment_processes, "MOST_FRAME", 50)
+        with pytest.raises(EnvironmentFailedError, match="its process ended"):
+            await processes.make().start(ROW)
+        assert "would send" in caplog.text
+
+    in_one_process(tmp_path, "", sends)
 
 
 def test_environments_that_have_closed_hold_no_files(tmp_path: Path) -> None:

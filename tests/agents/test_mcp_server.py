@@ -81,12 +81,18 @@ def test_the_tools_of_a_command_are_called_side_by_side(pids: Path) -> None:
                 ("price_of", [1]),
                 ("leaflet", {"fruit": "apple"}),
                 ("leaflet", {"fruit": "kiwi"}),
+                ("leaflet", {"fruit": "plum"}),
             )
         finally:
             await toolbox.close()
 
-    apple, product, kiwi, pear, without, no_object, leaflet, nothing = asyncio.run(go())
+    apple, product, kiwi, pear, without, no_object, leaflet, nothing, plum = asyncio.run(go())
     assert [each.message["content"] for each in (leaflet, nothing)] == ["apples are fresh", ""]
+    assert plum.message["content"] == [
+        {"type": "text", "text": "a plum:"},
+        {"type": "text", "text": "\n"},
+        {"type": "image", "image": b"of a plum"},
+    ]
     assert [each.message["content"] for each in (apple, product, pear)] == ["6.0", "6", "2.5"]
     assert not any(each.failed for each in (apple, product, pear))
     assert kiwi.failed and kiwi.message["content"].startswith("error: Error executing tool price_of")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.suite import MOST_AGAIN, main, num_workers
+from tests.support import forked_workers
 from tests.support.cpu_seconds import Clock
 from tests.support.file_order import COPIED, KEPT, LOADED, LONGEST, ONE_SERVER, entry_of, next_of, place_of
 
@@ -110,6 +111,33 @@ def test_that_passes_alone() -> None:
 def test_that_never_passes(which: int) -> None:
     assert which < 0
 """
+
+
+LOADED_ONCE = """
+import os
+from pathlib import Path
+LOADED = Path(__file__).with_name("loaded")
+with LOADED.open("a") as file:
+    file.write(f"{os.getpid()} ")
+def test_in_a_copy() -> None:
+    assert {str(os.getppid())} == {*LOADED.read_text().split()}
+    LOADED.with_name(f"worker {os.getpid()}").touch()
+"""
+
+
+def test_workers_are_copies_of_one_process_that_has_loaded_all_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("test_one.py", "test_two.py"):
+        (tmp_path / name).write_text(LOADED_ONCE)
+    assert main(["-n2", "."], tmp_path, tmp_path / "cache") == 0
+    assert len((tmp_path / "loaded").read_text().split()) == len([*tmp_path.glob("worker *")]) == 2
+
+
+def test_a_worker_is_one_of_the_usual_kind_where_nobody_makes_copies(tmp_path: Path) -> None:
+    command = [sys.executable, "-I", forked_workers.__file__, str(tmp_path / "nobody"), "-u", "-c", "print('works')"]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == "works\n"
 
 
 ONCE = """

@@ -12,7 +12,6 @@ import pytest
 from megarl.cluster import feeder
 from megarl.cluster.process import ProcessFacts
 from megarl.core.types import Image
-from megarl.data.images import pngs
 from megarl.data.pack import assemble
 from megarl.data.pairs import Pair
 from megarl.data.row_set import RowSet
@@ -21,7 +20,6 @@ from megarl.data.unpaired import Unpaired
 from megarl.models.flops import forward_flops, train_flops
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 from tests.models.test_flops import DENSE
-from tests.support.sight import picture
 
 
 def text(length: int) -> Demonstration:
@@ -67,26 +65,26 @@ def test_labelled_answers_come_with_the_same_prompts_before_other_answers(monkey
     assert info.num_samples == 3
 
 
-def test_a_steps_demonstrations_have_their_images_which_were_made_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No image is decoded when the second step is asked for; and the cursor stays where the first step left it."""
-    rows = []
-    for number in range(1, 5):
-        file = tmp_path / f"{number}.png"
-        file.write_bytes(picture(4, 4, number))
-        rows.append(replace(text(3), id=f"rows:{number}", images=(Image(file, 4, 4),)))
+@pytest.mark.parametrize("kind", [SftRecipe, DpoRecipe, KtoRecipe])
+def test_a_step_says_where_its_images_are_and_reads_none(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both answers of a pair have those of their prompt, and so have KTO's prompts before other answers."""
+    rows = [
+        replace(text(3), id=f"rows:{number}", images=(Image(Path(f"/gone/{number}.png"), 4, 4),)) for number in (1, 2)
+    ]
+    given: Any = {
+        SftRecipe: ("sft", tuple(rows)),
+        DpoRecipe: ("dpo", tuple(Pair(row, replace(row), 0.0) for row in rows)),
+        KtoRecipe: ("kto", tuple(Unpaired(row, desirable=True) for row in rows)),
+    }
+    section, loaded = given[kind]
     monkeypatch.setattr(feeder, "configure_process", lambda spec: ProcessFacts(1, "host"))
     monkeypatch.setattr(feeder, "load_model_config", lambda path: DENSE)
-    monkeypatch.setattr(feeder, "load_supervised", lambda *given: RowSet(tuple(rows), 0))
+    monkeypatch.setattr(feeder, "load_supervised", lambda *given: RowSet(loaded, 0))
     sections = {"data": {"train": "rows.jsonl", "shuffle": False}, "train": {"steps": 2, "batch_samples": 2}}
-    recipe = SftRecipe.model_validate({"model": {"path": "m"}, **sections})
-    actor = feeder.FeederActor(None, recipe, 1)  # type: ignore[arg-type]
-    for step, names in ((1, "12"), (2, "34")):
-        parts: Any = actor.take(step)
-        expected = [pngs(row.images, row.id) for row in rows if row.id[-1] in names]
-        assert [parts[2].images[place] for place in np.argsort(parts[2].sample_index)] == expected
-        assert actor.state()["position"] == 2 * step
-        if step == 1:
-            actor._images.of(rows[2:])
-            monkeypatch.setattr("megarl.data.row_images.pngs", None)
+    recipe = kind.model_validate({"model": {"path": "m"}, **sections, section: {}})
+    parts: Any = feeder.FeederActor(None, recipe, 1).take(1)  # type: ignore[arg-type]
+    blocks = parts[2::2]
+    assert len(blocks) == (2 if kind is KtoRecipe else 1)
+    expected = [row.images for row in rows for _ in range(2 if kind is DpoRecipe else 1)]
+    for block in blocks:
+        assert [block.images[place] for place in np.argsort(block.sample_index)] == expected

@@ -6,6 +6,21 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from tests.convert.forked import main
 
-LOADED = (PreTrainedConfig, *(CONFIG_MAPPING[kind] for kind in ("qwen2_5_vl", "qwen3_vl", "qwen2", "qwen3")))
+LOADED = (
+    PreTrainedConfig,
+    *(
+        CONFIG_MAPPING[kind]
+        for kind in (
+            "qwen2_5_vl",
+            "qwen3_vl",
+            "qwen3_vl_moe",
+            "qwen2",
+            "qwen3",
+            "qwen3_moe",
+            "qwen3_5_moe",
+            "qwen3_5_moe_text",
+        )
+    ),
+)
 
 __all__ = ["LOADED", "main"]

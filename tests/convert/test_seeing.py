@@ -11,12 +11,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.convert import convert
+from megarl.convert.hf_tensors import hf_tensors
 from megarl.convert.inspection import inspect
+from megarl.models.hf_config import load_model_config
+from megarl.models.hf_files import check_weights
+from megarl.models.hf_save import save_hf
+from megarl.models.rules import expected_tensors
 from megarl.training.manifest import HF_FOLDER, TOWER, read_manifest
 from tests.convert.forked import Conversions
 from tests.support.forked_ranks import Ranks
-from tests.support.multimodal import in_newer_names
-from tests.support.vision import QWEN2_5, QWEN3, Architecture, write_tiny_vision_model
+from tests.support.multimodal import exchange_experts, in_newer_names
+from tests.support.vision import QWEN2_5, QWEN3, QWEN3_5_MOE, QWEN3_MOE, Architecture, write_tiny_vision_model
 
 
 @pytest.fixture
@@ -32,14 +37,19 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-@pytest.mark.parametrize(("architecture", "newer"), [(QWEN2_5, False), (QWEN2_5, True), (QWEN3, True)])
+@pytest.mark.parametrize(
+    ("architecture", "newer"),
+    [(QWEN2_5, False), (QWEN2_5, True), (QWEN3, True), (QWEN3_MOE, True), (QWEN3_5_MOE, True)],
+)
 def test_there_and_back_to_the_bit(
     architecture: Architecture, newer: bool, forked: Conversions, tmp_path: Path
 ) -> None:
     source = write_tiny_vision_model(tmp_path / "source", architecture, published=not newer)
     if newer:
         in_newer_names(source)
-    done = forked.hf_to_mcore(source, tmp_path / "mcore", verify=True, tp=2)
+    done = forked.hf_to_mcore(
+        source, tmp_path / "mcore", verify=True, **({"ep": 2} if "Moe" in architecture else {"tp": 2})
+    )
     assert done.num_verified > 20 and done.differences == ()
     manifest = read_manifest(tmp_path / "mcore")
     assert f"{HF_FOLDER}/{TOWER}" in manifest.files and f"{HF_FOLDER}/preprocessor_config.json" in manifest.files
@@ -53,3 +63,32 @@ def test_there_and_back_to_the_bit(
     assert [inspect(tmp_path / name).damage for name in ("source", "mcore", "other", "back")] == [[]] * 4
     for name in ("config.json", "preprocessor_config.json"):
         assert json.loads((tmp_path / "back" / name).read_text()) == json.loads((source / name).read_text())
+
+
+def test_experts_that_lie_as_transformers_writes_them_come_back_as_they_are_published(
+    forked: Conversions, tmp_path: Path
+) -> None:
+    """Which servers want, and transformers reads as well."""
+    published = write_tiny_vision_model(tmp_path / "published", QWEN3_MOE)
+    source = write_tiny_vision_model(tmp_path / "source", QWEN3_MOE)
+    exchange_experts(source)
+    forked.hf_to_mcore(source, tmp_path / "mcore", verify=True)
+    back = forked.mcore_to_hf(tmp_path / "mcore", tmp_path / "back", verify=True)
+    assert back.differences == ()
+    expected, found = stored(published), stored(tmp_path / "back")
+    experts = {name for name in expected if ".experts." in name}
+    assert len(experts) == 8 and all(stored(source)[name].shape != expected[name].shape for name in experts)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("limit", [1, 20_000, 60_000])
+def test_a_layers_experts_are_in_one_file_however_small_files_are_to_be(limit: int, tmp_path: Path) -> None:
+    source = write_tiny_vision_model(tmp_path / "source", QWEN3_MOE)
+    config = load_model_config(source)
+    save_hf([list(hf_tensors(source, None))], config, source, tmp_path / "written", limit)
+    assert len([*(tmp_path / "written").glob("*.safetensors")]) > 5
+    expected, found = stored(source), stored(tmp_path / "written")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    check_weights(expected_tensors(config), tmp_path / "written", config)

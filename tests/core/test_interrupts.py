@@ -168,6 +168,33 @@ def test_other_errors_that_python_drops_are_told_of_as_ever() -> None:
     assert "KeyError: 0" in error
 
 
+# The state of a signal that comes after Python has looked for one and before the main thread waits: noted, and nobody is woken.
+UNSEEN = """
+import asyncio, os, signal, threading, time
+from megarl.core.interrupts import Interrupts, as_error, run_interruptibly
+def other():
+    time.sleep(0.2)
+    signal.pthread_kill(threading.get_ident(), {number})
+with Interrupts():
+    try:
+        threading.Thread(target=other).start()
+        print("up", flush=True)
+        {waits}
+    except KeyboardInterrupt as error:
+        print(as_error(error).exit_code)
+time.sleep(1.2)
+print(len(os.listdir("/proc/self/task")), signal.getsignal(signal.SIGURG) == signal.SIG_DFL, signal.set_wakeup_fd(-1))
+"""
+
+
+@pytest.mark.parametrize("waits", ["time.sleep(60)", "run_interruptibly(asyncio.sleep(60))"])
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_wakes_nobody_is_heard(number: signal.Signals, waits: str) -> None:
+    process = start(UNSEEN.format(number=int(number), waits=waits))
+    out, _ = process.communicate(timeout=10)
+    assert out == f"{128 + number}\n1 True -1\n"
+
+
 # Says what came of its work, and with which number it ends.
 LOOPING = """
 import asyncio

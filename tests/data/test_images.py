@@ -117,9 +117,26 @@ def test_an_image_that_unpacks_to_too_many_pixels_is_refused(folder: Path, monke
 
 
 def test_what_is_damaged_behind_its_header_is_told_when_it_is_played(folder: Path) -> None:
-    found = images(folder, [DATA, picture(64, 64)[:3000]])
-    with pytest.raises(UserError, match=r"train.jsonl:4, image 2: its bytes cannot be decoded as an image \(OSError"):
+    whole = picture(64, 64)
+    found = images(folder, [DATA, whole[:3000] + bytes(500) + whole[3500:]])
+    with pytest.raises(UserError, match=r"train.jsonl:4, image 2: its bytes cannot be decoded as an image \("):
         pngs(found, "train.jsonl:4")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "JPEG2000"])
+@pytest.mark.parametrize("lies", ["in a file", "in the row"])
+def test_what_was_cut_off_is_refused_as_rows_are_read(folder: Path, kind: str, lies: str) -> None:
+    """As a download that broke off, whose header may be whole; bytes behind an image's end, as phones write, are no fault."""
+    whole = picture(64, 64, kind=kind)
+    for data, says in ((whole[: len(whole) * 2 // 3], r"field 'images', image 1: .*decoded as an image"), (whole, "")):
+        file = folder.parent / "cut.img"
+        file.write_bytes(data + (b"" if says else b"more"))
+        given = str(file) if lies == "in a file" else file.read_bytes()
+        if says:
+            with pytest.raises(UserError, match=says):
+                images(folder, given)
+        else:
+            assert [each.width for each in images(folder, given)] == [12]
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "JPEG2000"])

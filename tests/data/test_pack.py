@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -203,7 +204,7 @@ def test_no_samples_are_no_mini_batches() -> None:
 def test_demonstrations_train_the_mean_over_their_tokens() -> None:
     first = Demonstration("a", np.array([5, 6, 7]), np.array([0, 1, 1], np.uint8))
     second = Demonstration("b", np.array([8, 9]), np.array([0, 1], np.uint8))
-    (shard,) = whole(pack_sft([first, second], [(), ()], num_shards=1, micro_batch_tokens=8))
+    (shard,) = whole(pack_sft([first, second], num_shards=1, micro_batch_tokens=8))
     (micro,) = micro_batches(shard)
     assert micro.labels.tolist() == [6, 7, 0, 9, 0]
     np.testing.assert_allclose(micro.weights, np.array([1, 1, 0, 1, 0]) / 3, rtol=1e-6)
@@ -211,20 +212,19 @@ def test_demonstrations_train_the_mean_over_their_tokens() -> None:
 
 
 def test_demonstrations_have_their_images_beside_them_wherever_they_are_dealt_to() -> None:
-    image = Image(b"", 8, 4)
+    images = {name: Image(name.encode(), 8, 4) for name in "abC"} | {"d": Image(Path("d.png"), 8, 4, "line 4")}
     rows = [
-        Demonstration(name, np.full(size, size, np.int32), np.ones(size, np.uint8), (image,) * count)
-        for name, size, count in (("a", 3, 1), ("b", 4, 0), ("c", 5, 2), ("d", 6, 1))
+        Demonstration(names, np.full(size, size, np.int32), np.ones(size, np.uint8), tuple(map(images.get, names)))
+        for size, names in ((3, "a"), (4, ""), (5, "bC"), (6, "d"))
     ]
-    images = [(b"a",), (), (b"c", b"C"), (b"d",)]
-    shards = whole(pack_sft(rows, images, num_shards=2, micro_batch_tokens=8))
-    found = {}
+    shards = whole(pack_sft(rows, num_shards=2, micro_batch_tokens=8))
+    found: dict[int, Any] = {}
     for micro in (micro for shard in shards for micro in micro_batches(shard)):
         sizes = np.diff(micro.cu_seqlens).tolist()
         found |= dict(zip(sizes, micro.images or [()] * len(sizes), strict=True))
-    assert found == {3: (b"a",), 4: (), 5: (b"c", b"C"), 6: (b"d",)}
-    with pytest.raises(AssertionError, match="row c is without its images"):
-        pack_sft(rows, [*images[:2], (b"c",), images[3]], num_shards=1, micro_batch_tokens=32)
+    there = replace(images["d"], source=Path.cwd() / "d.png")  # other processes are in other folders
+    assert found == {3: (images["a"],), 4: (), 5: (images["b"], images["C"]), 6: (there,)}
+    assert found[6][0].where == "line 4"
 
 
 @st.composite

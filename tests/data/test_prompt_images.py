@@ -139,7 +139,7 @@ def test_rows_of_a_model_of_text_are_as_ever(file: Path, tokenizer: Any) -> None
     assert found.metadata["images"] == ["gone.png"]
     write(file, {"prompt": [{"role": "user", "content": parts("image", "What?")}]})
     assert check_rows(file, Data(train=file)) == 1, "what the model is, is not known yet"
-    with pytest.raises(UserError, match=r"'content' is a list, and must be a string.*with a model that sees images"):
+    with pytest.raises(UserError, match=r"'content' is a list, and must be a string.*for a model that sees images"):
         load_prompts(file, tokenizer, Data(train=file))
 
 

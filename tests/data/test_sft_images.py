@@ -14,13 +14,12 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.data.exchanges import parse_demonstration
 from megarl.data.image_places import collapsed
-from megarl.data.row_images import RowImages
 from megarl.data.row_set import RowSet, RowSource
 from megarl.data.rows import Row
 from megarl.data.sft import Demonstration, apart, check_demonstrations, load_demonstrations, tokenise
 from megarl.models.vision import Vision
 from megarl.recipe.supervised import SftData
-from tests.support.sight import TEMPLATE, picture, pixels_of, seeing_tokenizer, sight_for
+from tests.support.sight import TEMPLATE, picture, seeing_tokenizer, sight_for
 
 OPENS, CLOSES = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -193,7 +192,7 @@ def test_rows_of_a_model_of_text_are_as_ever(file: Path, tokenizer: Any, sight: 
     write(file, {"messages": [said("user", IMAGE), said("assistant", "red")]})
     assert check_demonstrations(file, SftData(train=file)) == 1, "what the model is, is not known yet"
     with pytest.raises(
-        UserError, match=r"'content' is a list, and must be a string.*`megarl train` and `sft` with a model"
+        UserError, match=r"'content' is a list, and must be a string.* are for a model that sees images"
     ):
         load_demonstrations(file, folder, SftData(train=file))
 
@@ -234,39 +233,3 @@ def test_refused_templates(file: Path, template: str | None) -> None:
     tokenizer = seeing_tokenizer(template)
     with pytest.raises(UserError, match=r"sft.jsonl, line 1: .*(no chat template|does not write its 1 images)"):
         demonstrate(file, tokenizer, {"prompt": "q", "response": "r", "images": "a.png"})
-
-
-def test_pngs_are_those_of_the_rows_whether_they_were_begun_or_not(file: Path, tokenizer: Any) -> None:
-    (file.parent / "wide.png").write_bytes(picture(40, 40))
-    rows = [
-        *demonstrate(file, tokenizer, {"prompt": "q", "response": "r", "images": ["a.png", "wide.png"]}),
-        *demonstrate(file, tokenizer, {"prompt": "q", "response": "r"}),
-        *demonstrate(file, tokenizer, {"prompt": "q", "response": "r", "images": "b.png"}),
-    ]
-    made = RowImages()
-    made.begin(rows[:1])
-    [begun] = made.of(rows[:1])
-    (file.parent / "a.png").unlink()
-    (file.parent / "wide.png").unlink()
-    found = made.of([rows[2], *rows, rows[0]])
-    assert [[pixels_of(each).shape for each in its] for its in found[:3]] == [
-        [(4, 12, 3)],
-        [(4, 8, 3), (12, 12, 3)],
-        [],
-    ]
-    assert found[1] is found[4] is begun and found[0] is found[3]
-    made.begin(rows[1:])
-    with pytest.raises(UserError, match=r"sft.jsonl:1, image 1: there is no file"):
-        made.of(rows[:1])
-
-
-def test_a_source_says_what_comes_and_a_resumed_one_gives_it(file: Path, tokenizer: Any, sight: Vision) -> None:
-    write(file, *({"prompt": str(at), "response": "r", "images": f"{'abc'[at % 3]}.png"} for at in range(7)))
-    rows = load_demonstrations(file, _folder(file, tokenizer), SftData(train=file), sight)
-    source, resumed = RowSource(rows, 3), RowSource(rows, 3)
-    for _ in range(4):
-        state, coming = source.state(), source.coming(5)
-        assert source.state() == state and source.epoch == pytest.approx(state["epoch"] + state["position"] / 7)
-        resumed.load_state(state)
-        taken = source.take(5)
-        assert [each.id for each in coming] == [each.id for each in taken] == [each.id for each in resumed.take(5)]

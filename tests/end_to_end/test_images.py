@@ -1,4 +1,4 @@
-"""GRPO on prompts with images, on the real engines: what servers see, ranks see; then replayed from its journal."""
+"""GRPO on rows and environments with images, on the real engines: what servers see, ranks see; then replayed from its journal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ import transformers
 
 from megarl.models.hf_files import read_index, tower_index
 from tests.end_to_end.harness import start
+from tests.end_to_end.looking import TURNS
+from tests.end_to_end.test_agents import STOPS
 from tools.make_colors import COLORS, make_colors
 from tools.make_tiny_vision_model import make_tiny_vision_model
 
 pytestmark = pytest.mark.slow
+
+LOOKING = ("agent.environment=tests.end_to_end.looking:Look", "agent.turn_tokens=16", "reward.fn=null", STOPS)
+SIZES = ("data.max_prompt_tokens=48", "rollout.max_response_tokens=120", "actor.micro_batch_tokens=512")
 
 
 @pytest.fixture
@@ -32,16 +37,18 @@ def inputs(tmp_path: Path) -> Path:
 
 
 def test_a_run_sees_images_as_its_servers_do_and_is_replayed_to_the_bit(inputs: Path) -> None:
+    """A first turn is what a single one is: a prompt with the row's image. Each later one has the environment's, too."""
     words = ("train.steps=2", "train.journal_keep=all", "actor.parallel.tp=2", "cluster.devices=2")
-    run = start(inputs, *words, "data.max_prompt_tokens=48", "sync.verify=hash", "report.samples=4")
+    run = start(inputs, *words, *LOOKING, *SIZES, "sync.verify=hash", "report.samples=4")
     code, _, error = run.finish()
     assert code == 0, error
     rows = run.metrics()
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows[1:])
     assert all(row["actor/grad_norm"] > 0 for row in rows[1:])
-    samples = (run.folder / "samples" / "step_000001.jsonl").read_text()
-    assert {json.loads(line)["answer"] for line in samples.splitlines()} <= set(COLORS)
+    samples = [json.loads(line) for line in (run.folder / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    assert {sample["answer"] for sample in samples} <= set(COLORS)
+    assert TURNS in {sample["images"] for sample in samples if sample["status"] != "failed"}
 
     exported, model = run.folder / "hf", inputs / "model"
     tower = tower_index(model)

@@ -149,7 +149,7 @@ def test_the_model_types_are_those_by_which_transformers_chooses() -> None:
             "olmoe": "OlmoeForSequenceClassification",
             "granite": "GraniteForSequenceClassification",
             "granitemoe": "GraniteMoeForSequenceClassification",
-            "qwen3_5_moe_text": "Qwen3_5MoeForSequenceClassification",
+            "qwen3_5_moe_text": "Qwen3_5MoeTextForSequenceClassification",
             "glm4_moe": "Glm4MoeForSequenceClassification",
             "glm4_moe_lite": "Glm4MoeLiteForSequenceClassification",
         }

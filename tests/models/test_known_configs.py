@@ -24,6 +24,8 @@ PUBLISHED = {
     "Qwen/Qwen1.5-MoE-A2.7B": 14.3,
     "Qwen/Qwen2-57B-A14B": 57.4,
     "Qwen/Qwen3-Next-80B-A3B-Instruct": 79.67,
+    "Qwen/Qwen2.5-VL-7B-Instruct": 8.292,
+    "Qwen/Qwen3-VL-4B-Instruct": 4.438,
     "Qwen/Qwen3.5-9B": 9,
     "Qwen/Qwen3.5-35B-A3B": 35,
     "meta-llama/Llama-3.1-8B-Instruct": 8.03,
@@ -45,6 +47,10 @@ PUBLISHED = {
     "zai-org/GLM-4.7-Flash": 30,
     "ByteDance-Seed/Seed-OSS-36B-Instruct": 36,
     "MiniMaxAI/MiniMax-M2": 230,
+}
+VISION = {
+    "Qwen/Qwen2.5-VL-7B-Instruct": "Qwen2_5_VLForConditionalGeneration",
+    "Qwen/Qwen3-VL-4B-Instruct": "Qwen3VLForConditionalGeneration",
 }
 # Of a token's pass, without both vocabulary matrices.
 ACTIVE = {
@@ -72,15 +78,17 @@ def test_a_known_config_is_of_the_published_size_and_read_alike_by_transformers(
     path = known_config(name)
     assert path is not None
     config = parse_model_config(json.loads(path.read_text()), path)
+    tower = config.vision.tower_elements if config.vision else 0
     rounded = 0.01 if isinstance(PUBLISHED[name], int) else 0.003
-    assert model_sizes(config).total / 1e9 == pytest.approx(PUBLISHED[name], rel=rounded)
+    assert (model_sizes(config).total + tower) / 1e9 == pytest.approx(PUBLISHED[name], rel=rounded)
     if name in ACTIVE:
         forward = forward_flops(config, [1])
         assert round((forward.projections + forward.mlp) / 2e9) == ACTIVE[name]
     theirs = AutoConfig.from_pretrained(path.parent)
-    assert config.architecture == theirs.architectures[0]
-    assert (config.num_layers, config.hidden_size) == (theirs.num_hidden_layers, theirs.hidden_size)
-    assert config.max_positions == theirs.max_position_embeddings
+    text = theirs.get_text_config()
+    assert theirs.architectures[0] == (config.architecture if config.vision is None else VISION[name])
+    assert (config.num_layers, config.hidden_size) == (text.num_hidden_layers, text.hidden_size)
+    assert config.max_positions == text.max_position_embeddings
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen3-4B", "models/Qwen3-4B", "/scratch/models/Qwen3-4B", "Qwen3-4B-bf16"])

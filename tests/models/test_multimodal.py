@@ -11,7 +11,7 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.models.hf_config import parse_model_config
 from megarl.models.hf_fields import Fields
-from megarl.models.multimodal import MULTIMODALS, read_multimodal
+from megarl.models.multimodal import MULTIMODALS, read_multimodal, scored_multimodal, scores, sees
 
 PATH = Path("models/vl/config.json")
 
@@ -66,3 +66,13 @@ def test_a_model_with_code_of_its_own_is_refused_with_the_form_that_has_none(
 )
 def test_names(architecture: str, name: str, text: str | None) -> None:
     assert MULTIMODALS[f"{architecture}ForConditionalGeneration"].text_name(name) == text
+
+
+def test_a_head_of_one_score_has_a_name_of_megarls_where_images_are_seen() -> None:
+    for architecture, each in MULTIMODALS.items():
+        scored = scored_multimodal(architecture)
+        assert scores([scored]) and not scores([architecture])
+        assert sees([scored]) == sees([architecture]) == each.sees
+        if each.sees:
+            raw = {"architectures": [scored], "model_type": each.model_type}
+            assert read_multimodal(Fields(raw, PATH)) is each

@@ -22,7 +22,7 @@ def data(kind: type[DataSet] = Data, **keys: Any) -> Any:
     return kind(train="rows.jsonl", **keys)
 
 
-@pytest.mark.parametrize("kind", [Data, SftData])
+@pytest.mark.parametrize("kind", [Data, SftData, PairData, UnpairedData])
 def test_images_are_as_the_models_files_say_or_smaller(kind: type[DataSet]) -> None:
     assert sight_of(SEES, data(kind)) == sight_of(SEES, data(kind, images_key=None)) == SEES.vision
     assert sight_of(SEES, data(kind, max_image_pixels=9999)) == SEES.vision
@@ -35,12 +35,7 @@ def test_images_are_as_the_models_files_say_or_smaller(kind: type[DataSet]) -> N
         sight_of(SEES, data(kind, max_image_pixels=31))
 
 
-@pytest.mark.parametrize("kind", [PairData, UnpairedData])
-def test_pairs_and_labelled_answers_have_no_images(kind: type[DataSet]) -> None:
-    assert sight_of(SEES, data(kind)) is None
-
-
-@pytest.mark.parametrize("kind", [Data, SftData])
+@pytest.mark.parametrize("kind", [Data, SftData, PairData, UnpairedData])
 def test_a_model_of_text_is_shown_nothing(kind: type[DataSet]) -> None:
     assert sight_of(PLAIN, data(kind)) is sight_of(PLAIN, data(kind, images_key=None)) is None
     for key, value in (("images_key", "pictures"), ("max_image_pixels", 64)):

@@ -19,7 +19,7 @@ from megarl.recipe.roles import Critic, Parallel, RewardModel, Teacher
 from megarl.recipe.run import Cluster, Model
 from megarl.recipe.schema import Data, Recipe, Rollout, Train
 from tests.support.tiny import write_tiny_model
-from tests.support.vision import write_tiny_vision_model
+from tests.support.vision import with_score, write_tiny_vision_model
 
 
 @pytest.fixture(scope="module")
@@ -127,22 +127,27 @@ def test_a_damaged_folder_is_named(policy: Path, tmp_path: Path) -> None:
         check(policy, critic=Critic(path=broken))
 
 
-def test_a_model_that_sees_images_has_no_head_of_one_score(tmp_path: Path) -> None:
+def test_roles_that_score_may_see_what_the_policy_does(tmp_path: Path) -> None:
     seeing = write_tiny_vision_model(tmp_path / "seeing")
-    check(seeing, teacher=Teacher(path=seeing))
-    with pytest.raises(UserError, match=r"critic: .*seeing is a model that sees images, and heads of one score are of"):
-        check(seeing, critic=Critic())
+    scored = with_score(seeing, tmp_path / "scored")
+    check(seeing, teacher=Teacher(path=seeing), critic=Critic(), reward_model=RewardModel(path=scored))
+    check(seeing, critic=Critic(path=scored))
+    with pytest.raises(
+        UserError, match=r"reward_model.path .*seeing is a language model, and a reward model has a head"
+    ):
+        check(seeing, reward_model=RewardModel(path=seeing))
 
 
-def test_a_teacher_is_shown_images_as_the_policy_is(tmp_path: Path) -> None:
-    seeing = write_tiny_vision_model(tmp_path / "seeing")
+@pytest.mark.parametrize("role", ["teacher", "critic"])
+def test_a_role_is_shown_images_as_the_policy_is(tmp_path: Path, role: str) -> None:
+    seeing, section = write_tiny_vision_model(tmp_path / "seeing"), {"teacher": Teacher, "critic": Critic}[role]
     shutil.copytree(seeing, tmp_path / "other")
     sizes = tmp_path / "other" / "preprocessor_config.json"
     sizes.write_text(sizes.read_text().replace('"max_pixels": 9408', '"max_pixels": 19408'))
-    check(seeing, teacher=Teacher(path=tmp_path / "other"))  # it is given images of the policy's sizes
+    check(seeing, **{role: section(path=tmp_path / "other")})  # it is given images of the policy's sizes
     said = tmp_path / "other" / "config.json"
     said.write_text(said.read_text().replace('"image_token_id": 82', '"image_token_id": 83'))
     with pytest.raises(
-        UserError, match=r"teacher.path .*other has another token for a square of an image than model.path"
+        UserError, match=rf"{role}.path .*other has another token for a square of an image than model.path"
     ):
-        check(seeing, teacher=Teacher(path=tmp_path / "other"))
+        check(seeing, **{role: section(path=tmp_path / "other")})

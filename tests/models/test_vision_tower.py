@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,16 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from megarl.core.errors import UserError
-from megarl.models.hf_config import load_model_config
+from megarl.models.hf_config import load_model_config, parse_model_config
+from megarl.models.hf_files import check_weights, tower_index
+from megarl.models.rules import expected_tensors
 from megarl.models.vision_tower import Tower
+from tests.support.large_vision import LARGE, large_vision_config
 from tests.support.tolerances import Tolerance
-from tests.support.vision import QWEN2_5, QWEN3, SQUARE, Architecture, png, write_tiny_vision_model
+from tests.support.vision import QWEN3_5_MOE, SQUARE, Architecture, png, write_tiny_vision_model
 
 
-@pytest.mark.parametrize("architecture", [QWEN2_5, QWEN3])
+@pytest.mark.parametrize("architecture", SQUARE)
 def test_features_are_those_of_the_whole_model(
     architecture: Architecture, tmp_path: Path, device: str, bounds: Tolerance
 ) -> None:
@@ -76,3 +80,35 @@ def test_a_tower_that_is_not_the_configs_is_refused(tmp_path: Path, device: str)
         save_file({name: tensor for name, tensor in {**whole, **change}.items() if tensor is not None}, path)
         with pytest.raises(UserError, match=said):
             Tower(folder, torch.float32, device)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_published_size_is_counted_from_its_config(name: str) -> None:
+    """Weights of the text part and of the tower, as a plan counts them."""
+    import transformers
+
+    said = large_vision_config(name)
+    config = parse_model_config(said.to_dict(), Path("model/config.json"))
+    with torch.device("meta"):
+        whole = getattr(transformers, LARGE[name][0])(said)
+    assert config.vision is not None
+    text = sum(math.prod(shape) for shape in expected_tensors(config).values())
+    assert text + config.vision.tower_elements == sum(each.numel() for each in whole.parameters())
+    assert config.vision.tower_elements == sum(each.numel() for each in whole.model.visual.parameters())
+
+
+def test_what_predicts_further_tokens_is_neither_the_towers_nor_the_text_parts(tmp_path: Path, device: str) -> None:
+    """As Qwen3.5 is published: with it, and with all experts of a layer in one tensor."""
+    folder = write_tiny_vision_model(tmp_path / "model", QWEN3_5_MOE)
+    path, config = folder / "model.safetensors", load_model_config(folder)
+    plain = load_file(path)
+    more = {"mtp.norm.weight": torch.ones(64)}
+    for layer in range(config.num_layers):
+        own = f"model.language_model.layers.{layer}.mlp.experts"
+        one = [{kind: plain.pop(f"{own}.{e}.{kind}_proj.weight") for kind in ("gate", "up", "down")} for e in range(4)]
+        more[f"{own}.gate_up_proj"] = torch.stack([torch.cat([each["gate"], each["up"]]) for each in one])
+        more[f"{own}.down_proj"] = torch.stack([each["down"] for each in one])
+    save_file(plain | more, path)
+    assert check_weights(expected_tensors(config), folder, config).keys() >= expected_tensors(config).keys()
+    assert {name for name in tower_index(folder) if "mtp" in name} == set()
+    Tower(folder, torch.float32, device)

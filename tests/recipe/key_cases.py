@@ -360,13 +360,13 @@ _MIX = {"mix": ["{a: 1, b: 3}"], "mix_key": ["kind"]}
 _ROWS = {
     **COMMON,
     **_under("data", {"max_tokens": ["24"], "prompt_key": ["question"], **_MIX}),
+    **_under("data", {"images_key": ["pictures"], "max_image_pixels": ["10000"]}),
     "train.batch_samples": ["2"],
 }
 SFT: dict[str, Sequence[str]] = {
     **_ROWS,
     **_under("data", {"train": [f"{ROOT}/demonstrations2.jsonl"], "eval": [f"{ROOT}/demonstrations2.jsonl"]}),
     **_under("data", {"response_key": ["reply"], "messages_key": ["chat"]}),
-    **_under("data", {"images_key": ["pictures"], "max_image_pixels": ["10000"]}),
     "actor.micro_batch_tokens": ["72"],
     "sft.loss": ["dft"],
 }
@@ -673,18 +673,17 @@ NEVER: dict[str, dict[str, str]] = {
                 ("cluster.file", "deadlines.rollout_s", "deadlines.sync_s", "deadlines.answer_s", "report.samples"),
                 _OF_TRAIN,
             ),
+            **_SEEN,
             **own,
         }
         for command, own in (
-            (
-                "sft",
-                {**_SEEN, "train.keep_best.metric": "demonstrations have one, sft/eval_loss, and no other to choose"},
-            ),
+            ("sft", {"train.keep_best.metric": "demonstrations have one, sft/eval_loss, and no other to choose"}),
             ("rm", {}),
         )
     },
     **{
-        command: dict.fromkeys(
+        command: _SEEN
+        | dict.fromkeys(
             (
                 "cluster.file",
                 "deadlines.rollout_s",

@@ -101,7 +101,17 @@ def assert_same(one: Sample, other: Sample) -> None:
     assert (one.routing is None) == (other.routing is None)
     if one.routing is not None and other.routing is not None:
         assert one.routing.shape == other.routing.shape and one.routing.tobytes() == other.routing.tobytes()
-    for name in ("id", "group_id", "versions", "status", "reward_parts", "grade_failure", "metadata", "numbers"):
+    for name in (
+        "id",
+        "group_id",
+        "versions",
+        "status",
+        "reward_parts",
+        "grade_failure",
+        "metadata",
+        "numbers",
+        "shown",
+    ):
         assert getattr(one, name) == getattr(other, name)
     assert one.reward == other.reward or np.isnan([one.reward, other.reward]).all()
     assert one.response_text.encode(errors="replace") == other.response_text.encode(errors="replace")
@@ -165,6 +175,37 @@ def test_any_sample_comes_back(
     found = find(folder, task)
     assert found is not None
     assert_same(made, found.samples[0])
+
+
+def showing(index: int, *shown: tuple[int, bytes]) -> Sample:
+    return replace(sample(index), shown=shown)
+
+
+def test_images_that_environments_showed_come_back_and_are_written_once(tmp_path: Path) -> None:
+    """They are nowhere else."""
+    one, two = b"one" * 100, b"two" * 100
+    write(tmp_path, written=Written([showing(0, (0, one), (2, two)), showing(1)], [showing(2, (1, two))]))
+    write(tmp_path, replace(TASK, row=4), Written([showing(0, (0, one)), showing(1)], [showing(2)]))
+    found, other = find(tmp_path), find(tmp_path, replace(TASK, row=4))
+    assert found is not None and other is not None
+    assert [each.shown for each in (*found.samples, *found.greedy)] == [((0, one), (2, two)), (), ((1, two),)]
+    assert other.samples[0].shown == ((0, one),)
+    # Samples of a group share the bytes, as those did that were written.
+    assert found.samples[0].shown[1][1] is found.greedy[0].shown[0][1]
+    assert sum(path.read_bytes().count(one) for path in tmp_path.glob("*.sqlite")) == 2, "one in each process' file"
+
+
+@pytest.mark.parametrize("damage", ["update images set png = x'00'", "delete from images", "drop table images"])
+def test_a_group_whose_images_are_damaged_is_made_anew(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Written([showing(0, (0, b"one")), showing(1)], [showing(2)])
+    write(tmp_path, written=made)
+    assert find(tmp_path) is not None
+    [path] = tmp_path.glob("*.sqlite")
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute(damage)
+    assert find(tmp_path) is None and "cannot be read, and is made anew" in caplog.text
 
 
 def test_anybody_can_read_it(tmp_path: Path) -> None:

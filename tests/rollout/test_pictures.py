@@ -200,7 +200,7 @@ def test_a_response_in_pieces_fails_behind_a_token_of_images_and_nothing_else_do
 
     async def call(client: ServerClient) -> None:
         request = Request(PROMPTS[0].token_ids, Sampling(4), pictures=Pictures(PROMPTS[0], TOKEN))
-        with pytest.raises(RequestFailedError, match="cut off behind token 7, which the policy wrote"):
+        with pytest.raises(RequestFailedError, match="cannot go on behind token 7, which the policy wrote"):
             await request.go_on(client, no_text, deadline_s=9.0, piece_tokens=2)
         whole = Request(PROMPTS[0].token_ids, Sampling(4), pictures=Pictures(PROMPTS[0], TOKEN))
         answered = await whole.go_on(client, no_text, deadline_s=9.0, piece_tokens=4)
@@ -219,7 +219,9 @@ def test_what_is_cut_off_goes_on_with_its_images_but_not_behind_a_token_of_image
         assert await request.go_on(client, no_text, deadline_s=9.0) is None
         server.answer = lambda _: generation([3, END])
         if written != 5:
-            with pytest.raises(RequestFailedError, match=f"cut off behind token {written}, which the policy wrote"):
+            with pytest.raises(
+                RequestFailedError, match=f"cannot go on behind token {written}, which the policy wrote"
+            ):
                 await request.go_on(client, no_text, deadline_s=9.0)
         else:
             answer = await request.go_on(client, lambda ids: " ".join(map(str, ids)), deadline_s=9.0)

@@ -14,8 +14,10 @@ from megarl.recipe.load import load_recipe
 from megarl.run.images_check import check_seeing_servers
 from megarl.run.servers_check import check_servers
 from tests.support.bad_input import Place, good_place
+from tests.support.multimodal import exchange_experts
 from tests.support.platforms import chosen
 from tests.support.tiny import write_tiny_qwen
+from tests.support.vision import QWEN3_MOE, write_tiny_vision_model
 
 VISION = Vision(82, 80, 81, 28, 28 * 28, 1280 * 28 * 28, (2, 3, 3))
 LORA = "actor.lora={rank: 4, alpha: 8}"
@@ -56,3 +58,21 @@ def test_others_are_not_and_who_checks_servers_asks(place: Place) -> None:
     assert check_servers(load_recipe(place.recipe, [LORA]).recipe, seeing, chosen()) is None
     with pytest.raises(UserError, match=r"rollout.deterministic"):
         check_servers(load_recipe(place.recipe, ["rollout.deterministic=true"]).recipe, seeing, chosen())
+
+
+def test_experts_that_servers_would_misread_are_refused(tmp_path: Path) -> None:
+    """Those that lie as transformers writes them; and square ones, of which the two libraries think otherwise."""
+    place = good_place(tmp_path, write_tiny_vision_model(tmp_path / "source" / "model", QWEN3_MOE))
+    recipe = load_recipe(place.recipe).recipe
+    check_seeing_servers(recipe, load_model_config(place.model))
+    exchange_experts(place.model)
+    with pytest.raises(
+        UserError, match=r"0.mlp.experts.\w+ in .* is \[4, .*, and SGLang takes .* `megarl convert mcore-to-hf"
+    ):
+        check_seeing_servers(recipe, load_model_config(place.model))
+    square = write_tiny_vision_model(tmp_path / "square", QWEN3_MOE, text={"moe_intermediate_size": 64})
+    square.replace(place.model.rename(tmp_path / "earlier").with_name("model"))
+    with pytest.raises(
+        UserError, match=r"experts.down_proj in .* takes a square matrix as it lies. Take a model whose"
+    ):
+        check_seeing_servers(recipe, load_model_config(place.model))

@@ -538,21 +538,25 @@ def test_rows_of_a_set_without_a_share_need_no_grader_and_a_grader_may_be_for_th
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("overrides", "says"),
     [
-        ("rollout.servers={urls: [http://127.0.0.1:9]}", "does not answer"),
-        ("reward.graders={judge: {kind: remote, url: http://127.0.0.1:9, key_env: NO_SUCH_KEY}}", "NO_SUCH_KEY"),
+        (["rollout.servers={urls: [http://127.0.0.1:9]}"], "does not answer"),
         (
-            "reward.graders={exact: {kind: rule, fn: exact}, aime: {kind: rule, fn: math, only: {set: aime}}}",
+            ["algorithm.policy_loss=distill", "algorithm.kl_coef=0", "teacher.servers={urls: [http://127.0.0.1:9]}"],
+            "does not answer",
+        ),
+        (["reward.graders={judge: {kind: remote, url: http://127.0.0.1:9, key_env: NO_SUCH_KEY}}"], "NO_SUCH_KEY"),
+        (
+            ["reward.graders={exact: {kind: rule, fn: exact}, aime: {kind: rule, fn: math, only: {set: aime}}}"],
             "no row is so",
         ),
     ],
 )
-def test_a_replay_asks_no_server_and_no_grader(place: Place, override: str, says: str) -> None:
+def test_a_replay_asks_no_server_and_no_grader(place: Place, overrides: list[str], says: str) -> None:
     """Those of the run may be gone; a grader of its held-out rows has none in a replay, which does not evaluate."""
     with pytest.raises(UserError, match=says):
-        run(place, override)
-    assert preflight(load_recipe(place.recipe, [override]).recipe, replays=True).external is None
+        run(place, *overrides)
+    assert preflight(load_recipe(place.recipe, overrides).recipe, replays=True).external is None
 
 
 def test_tools_alone_reward_no_row(place: Place) -> None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.core.errors import UserError
+from megarl.core.types import Image, Prompt
 from megarl.data.chat import load_tokenizer
 from megarl.recipe.load import load_recipe
-from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SftRecipe
+from megarl.recipe.supervised import DpoRecipe, KtoRecipe, RmRecipe, SftRecipe
 from megarl.run.epochs import with_steps
 from megarl.run.preflight import Preflight, preflight, preflight_eval, preflight_supervised
+from megarl.run.rows_check import check_seen
 from tests.support.bad_input import Place, good_place
 from tests.support.sight import picture
 from tests.support.tiny import write_tiny_qwen
-from tests.support.vision import QWEN2_5, QWEN3, write_tiny_vision_model
+from tests.support.vision import QWEN2_5, QWEN3, with_score, write_tiny_vision_model
 
 SFT = """\
 run: {{dir: {root}/runs, name: s}}
@@ -71,10 +75,27 @@ def test_a_run_with_images_is_described_and_knows_its_rows_again(place: Place) -
     assert with_steps(loaded).recipe.train.steps == 3
 
 
+def test_episodes_show_the_images_of_rows(place: Place) -> None:
+    room = ["data.max_prompt_tokens=300", "rollout.max_response_tokens=100"]
+    assert checked(place, "agent.environment=guess_number", *room).rows == 6
+    shown = ("data.images_key=null", f"data.max_image_pixels={2**20}")  # by the environment
+    assert checked(place, "agent.environment=guess_number", *room, *shown).rows == 6
+    # A harness shows them by itself.
+    players = '{"a": {"environment": "guess_number"}, "b": {"command": ["true"]}}'
+    several = [f"agent.environments={players}", "agent.environment_key=kind", *room]
+    place.write_rows(*(row(n, kind="ab"[n % 2]) for n in range(6)))
+    assert checked(place, *several).rows == 6
+    split = load_recipe(place.recipe, ["agent.environment=guess_number", "agent.rewritten=split", *room]).recipe
+    shown = Prompt("train.jsonl:2", np.zeros(1, np.int32), "", "", images=(Image(b"", 4, 4),))
+    with pytest.raises(
+        UserError, match=r"line 2: the row has images, and episodes with agent.rewritten: split show none"
+    ):
+        check_seen(split, place.data, [shown])
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["agent.environment=guess_number"], "line 2: the row has images, and episodes show none to the model"),
         (
             ["algorithm.policy_loss=distill", "teacher.servers={urls: ['http://127.0.0.1:1']}"],
             "line 2: the row has images, and a teacher behind an address is asked about text alone",
@@ -85,15 +106,14 @@ def test_a_run_with_images_is_described_and_knows_its_rows_again(place: Place) -
         ),
         (["data.max_image_pixels=10"], "data.max_image_pixels 10: no image comes to the model with less than"),
     ],
-    ids=["agent", "teacher behind an address", "teacher of text", "too small"],
+    ids=["teacher behind an address", "teacher of text", "too small"],
 )
 def test_refused_recipes(place: Place, overrides: list[str], says: str) -> None:
     write_tiny_qwen(place.root / "text")
     (place.root / "text" / "tokenizer.json").write_bytes((place.model / "tokenizer.json").read_bytes())
     given = [each.format(root=place.root) if "{root}" in each else each for each in overrides]
-    room = ["data.max_prompt_tokens=300", "rollout.max_response_tokens=100"] if "agent" in overrides[0] else []
     with pytest.raises(UserError) as caught:
-        checked(place, *given, *room)
+        checked(place, *given)
     assert says.format(root=place.root) in str(caught.value)
 
 
@@ -161,17 +181,59 @@ def test_demonstrations_with_images_are_checked_as_prompts_are(place: Place) -> 
     assert preflight_supervised(supervised(place, "data.images_key=null").recipe).rows == 6
 
 
-@pytest.mark.parametrize("kind", [DpoRecipe, KtoRecipe])
-def test_pairs_and_labelled_answers_show_no_images(place: Place, kind: Any) -> None:
-    place.write_rows(*(row(n, chosen="1", rejected="2", completion="1", label=True) for n in range(6)))
-    if kind is KtoRecipe:
-        place.write_rows(*(row(n, completion="1", label=True) for n in range(6)))
-    section = "dpo" if kind is DpoRecipe else "kto"
+def test_a_critic_sees_what_the_policy_does(place: Place) -> None:
+    found = checked(place, "algorithm.advantage=gae")
+    assert found.rows == 6 and load_recipe(place.recipe, ["algorithm.advantage=gae"]).recipe.critic is not None
+
+
+def test_adapters_of_a_reward_model_that_sees_are_refused(place: Place) -> None:
+    with_score(place.model, place.root / "scored")
+    place.write_rows(*(row(n, chosen="1", rejected="22") for n in range(6)))
+    text = SFT.replace(", response_key: answer", "").replace("/model,", "/scored,") + "rm: {{}}\n"
+    words = ("actor.micro_batch_tokens=256", "actor.lora={rank: 2}")
+    with pytest.raises(UserError, match=r"scored is a reward model that sees images, .* Remove actor.lora"):
+        preflight_supervised(supervised(place, *words, kind=RmRecipe, text=text).recipe)
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "fields"),
+    [
+        (RmRecipe, "rm", {"chosen": "1", "rejected": "22"}),
+        (DpoRecipe, "dpo", {"chosen": "1", "rejected": "22"}),
+        (KtoRecipe, "kto", {"completion": "22", "label": True}),
+    ],
+)
+def test_pairs_and_labelled_answers_with_images_are_checked_as_demonstrations_are(
+    place: Place, kind: Any, section: str, fields: dict[str, Any]
+) -> None:
+    place.write_rows(*(row(n, **fields) for n in range(6)))
     text = SFT.replace(", response_key: answer", "") + f"{section}: {{{{}}}}\n"
-    with pytest.raises(
-        UserError, match=r"line 2, field 'images': images are shown to a model in `megarl train` and `megarl sft` alone"
-    ):
-        preflight_supervised(supervised(place, "actor.micro_batch_tokens=256", kind=kind, text=text).recipe)
+
+    def found(*overrides: str) -> Preflight:
+        given = ("actor.micro_batch_tokens=256", *overrides)
+        return preflight_supervised(supervised(place, *given, kind=kind, text=text).recipe)
+
+    assert (found().rows, found().dropped) == (6, 0)
+    # The longer answer is three tokens; 64 x 64 pixels are four squares of both models, between two tokens.
+    longest = len(load_tokenizer(place.model)("<|im_start|>user 0+1<|im_end|><|im_start|>assistant ")["input_ids"]) + 3
+    assert [found(f"data.max_tokens={longest + more}").dropped for more in (0, 5, 6)] == [3, 3, 0]
+    assert found("data.images_key=null", f"data.max_tokens={longest}").dropped == 0
+    (place.root / "a.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"line 2, field 'images', image 1: .* cannot be decoded as an image"):
+        found()
+
+
+def test_a_tower_that_is_not_the_configs_is_found_before_a_device_is_taken(place: Place) -> None:
+    tower = place.root / "tower"
+    shutil.copytree(place.model, tower)
+    said = json.loads((tower / "config.json").read_text())
+    said["vision_config"]["depth"] += 1
+    (tower / "config.json").write_text(json.dumps(said))
+    found = r"The vision tower in .*tower is not that of its config.json: its \d+ tensors have [\d,]+ numbers, and vision_config"
+    with pytest.raises(UserError, match=found):
+        checked(place, f"model.path={tower}")
+    with pytest.raises(UserError, match=found):
+        preflight_supervised(supervised(place, f"model.path={tower}").recipe)
 
 
 def test_a_model_of_text_is_trained_on_rows_that_have_images_besides(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from megarl.core.stand_in import StandInModule
 from megarl.serving import sglang_cpu
 from megarl.serving.sglang_cpu_images import MODEL_TYPES, OTHERS, PROCESSORS, ImagesProcessor
 from tests.serving.alone import UNWANTED
-from tests.support.vision import QWEN2_5, QWEN3
+from tests.support.vision import QWEN2, QWEN2_5, QWEN3, QWEN3_MOE
 
 
 def main() -> None:
@@ -24,6 +24,8 @@ def main() -> None:
     found: Any = importlib.import_module("sglang.srt.managers.multimodal_processor")
     found.import_processors(PROCESSORS)
     known = {model.__name__: processor.__name__ for model, processor in found.PROCESSOR_MAPPING.items()}
-    assert {known[architecture] for architecture in (QWEN2_5, QWEN3)} == {"QwenVLImageProcessor"}, known
+    assert {known[architecture] for architecture in (QWEN2, QWEN2_5, QWEN3, QWEN3_MOE)} == {"QwenVLImageProcessor"}, (
+        known
+    )
     hook: Any = importlib.import_module("sglang.srt.multimodal.customized_mm_processor_utils")
     assert {hook._CUSTOMIZED_MM_PROCESSOR[each] for each in MODEL_TYPES} == {ImagesProcessor}

@@ -14,10 +14,13 @@ from megarl.serving.server import ServerSpec
 from megarl.serving.server_models import LAID_OUT_ANEW, ROUTING
 from tests.serving.test_cuda_flags import settled
 from tests.support.large import write_large
+from tests.support.large_vision import LARGE, write_large_vision
 
 CUDA = get_platform("cuda")
 RUNNER = "--moe-runner-backend"
 ATTENTION = ("--attention-backend", "triton")  # its own choice wants a package of CUDA's
+# Models with experts that see images, whose servers are neither in FP8 nor deterministic.
+SEEING = {LARGE[name][0]: name for name in ("Qwen3-VL-30B-A3B", "Qwen3.5-35B-A3B")}
 # What SGLang makes of experts in FP8 lies as it is sent by either.
 IN_FP8 = ("auto", "triton", "flashinfer_trtllm")
 
@@ -42,6 +45,11 @@ def answers(folder: Path) -> dict[str, Any]:
         words[f"{architecture} fp8"] = spec(quantized=True, extra=ATTENTION).words(CUDA, "127.0.0.1", 30000)
         words[f"{architecture} deterministic"] = spec(deterministic=True).words(CUDA, "127.0.0.1", 30000)
         words[f"{architecture} routing"] = spec(extra=(ROUTING, *ATTENTION)).words(CUDA, "127.0.0.1", 30000)
+    for architecture, name in SEEING.items():
+        spec = functools.partial(ServerSpec, write_large_vision(folder / name, name), "bfloat16", kv_tokens=2048)
+        own = spec(extra=ATTENTION).words(CUDA, "127.0.0.1", 30000)
+        words |= {f"{architecture} told": own, f"{architecture} untold": without(own)}
+        words[f"{architecture} routing"] = spec(extra=(ROUTING, *ATTENTION)).words(CUDA, "127.0.0.1", 30000)
     return settled("B200", words)
 
 
@@ -61,7 +69,7 @@ def runners(found: dict[str, Any], form: str) -> dict[str, str]:
 @pytest.mark.slow
 def test_experts_lie_as_they_are_sent(found: dict[str, Any]) -> None:
     assert {name: each["problem"] for name, each in found.items() if each["problem"] is not None} == {}
-    assert len(found) == 5 * sum(family.moe is not None for family in FAMILIES.values())
+    assert len(found) == 5 * sum(family.moe is not None for family in FAMILIES.values()) + 3 * len(SEEING)
     untold, told = runners(found, " untold"), runners(found, " told")
     assert {name for name, runner in untold.items() if runner.startswith("flashinfer")} == {*LAID_OUT_ANEW}
     assert {name: runner for name, runner in told.items() if runner not in ("auto", "triton")} == {}

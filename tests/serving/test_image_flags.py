@@ -13,38 +13,15 @@ from megarl.core.platform import get_platform
 from megarl.serving.server import ServerSpec
 from megarl.serving.server_models import IMAGE_ENV, IMAGE_FLAGS, KEPT_WEIGHTS, VARIABLE, max_positions, unused_models
 from tests.serving.test_cuda_flags import SLEEPS, settled
-from tests.support.vision import QWEN2_5, QWEN3
+from tests.support.large_vision import LARGE, write_large_vision
+from tests.support.vision import QWEN2_5, QWEN3, SQUARE
 
 CUDA, CPU = get_platform("cuda"), get_platform("cpu")
-# Config class, and the sizes of Qwen2.5-VL-7B and Qwen3-VL-8B where they are not transformers' own.
-LARGE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    QWEN2_5: (
-        "Qwen2_5_VLConfig",
-        {
-            **{"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
-            **{"num_key_value_heads": 4, "max_position_embeddings": 128000, "use_sliding_window": False},
-            "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6},
-        },
-        {"hidden_size": 1280, "out_hidden_size": 3584},
-    ),
-    QWEN3: (
-        "Qwen3VLConfig",
-        {
-            **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
-            **{"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144},
-            "rope_parameters": {
-                "rope_type": "default",
-                "mrope_interleaved": True,
-                "mrope_section": [24, 20, 20],
-                "rope_theta": 5e6,
-            },
-        },
-        {"out_hidden_size": 4096},
-    ),
-}
+ASLEEP = ("asleep at times", SLEEPS)
+SEEING = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"}  # SGLang's modules of these models
 FORMS: dict[str, dict[str, Any]] = {
     "apart": {},
-    "asleep at times": SLEEPS,
+    ASLEEP[0]: ASLEEP[1],
     "cut": {"tp": 4, "kv_tokens": 65536},
     "with a user's own": {"extra": ("--mm-preprocess-cache-size-mb", "64")},
 }
@@ -55,7 +32,7 @@ def folder(tmp_path: Path, **config: object) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("architecture", [QWEN2_5, QWEN3])
+@pytest.mark.parametrize("architecture", SQUARE)
 def test_a_server_is_told_of_images_where_its_model_sees(
     tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,12 +44,12 @@ def test_a_server_is_told_of_images_where_its_model_sees(
     assert spec.env().items() >= IMAGE_ENV.items()
     monkeypatch.setenv("SGLANG_VLM_CACHE_SIZE_MB", "2048")
     assert spec.env()["SGLANG_VLM_CACHE_SIZE_MB"] == "2048"
-    used = {"qwen2_5_vl", "qwen3_vl"} - set(unused_models(spec.model))
+    used = SEEING - set(unused_models(spec.model))
     assert len(used) == 1 and not used.intersection(spec.env()[VARIABLE].split(","))
 
 
 def test_a_server_of_a_model_that_does_not_see_hears_nothing_of_images(tmp_path: Path) -> None:
-    for architecture in ("Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration"):
+    for architecture in ("Qwen2ForCausalLM", "Glm4vForConditionalGeneration"):
         spec = ServerSpec(folder(tmp_path, architectures=[architecture]), "float32", offloaded=True)
         for platform in (CPU, CUDA):
             flags = {word for word in (*IMAGE_FLAGS, KEPT_WEIGHTS) if word.startswith("--")}
@@ -97,15 +74,11 @@ def test_the_longest_context_of_a_text_part_is_that_of_the_model(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.needs("SGLang")
 def test_sglang_takes_what_large_models_that_see_are_told(tmp_path: Path) -> None:
-    import transformers
-
     asked = {}
-    for architecture, (config, text, vision) in LARGE.items():
-        (model := tmp_path / architecture).mkdir()
-        settings = getattr(transformers, config)(text_config=text, vision_config=vision).to_dict()
-        spec = ServerSpec(folder(model, **settings | {"architectures": [architecture]}), "bfloat16")
-        for form, differs in FORMS.items():
-            asked[f"{architecture} {form}"] = replace(spec, **differs).words(CUDA, "127.0.0.1", 30000)
+    for name in LARGE:
+        spec = ServerSpec(write_large_vision(tmp_path / name, name), "bfloat16")
+        for form, differs in FORMS.items() if LARGE[name][0] in (QWEN2_5, QWEN3) else [ASLEEP]:
+            asked[f"{name} {form}"] = replace(spec, **differs).words(CUDA, "127.0.0.1", 30000)
     found = settled("H100", asked)
     assert {name: each["problem"] for name, each in found.items()} == dict.fromkeys(asked)
     for name, each in found.items():

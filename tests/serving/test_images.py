@@ -12,7 +12,7 @@ from megarl.serving.client import PauseMode, ServerClient
 from tests.support.forked_servers import Copies
 from tests.support.seeing import CHUNK, Seeing, Shown, seeing
 from tests.support.served import NEEDS, begun
-from tests.support.vision import QWEN2_5, QWEN3, Architecture, png
+from tests.support.vision import QWEN2_5, QWEN3, QWEN3_MOE, Architecture, png
 
 pytestmark = pytest.mark.needs(*NEEDS)
 CLOSE = 1e-5  # nats
@@ -66,7 +66,7 @@ def test_log_probs_of_prompts_with_images_are_those_of_transformers(seen: Seeing
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [QWEN2_5, QWEN3])
+@pytest.mark.parametrize("architecture", [QWEN2_5, QWEN3, QWEN3_MOE])
 def test_so_are_those_of_a_server_of_two_ranks(architecture: Architecture, copies: Copies, tmp_path: Path) -> None:
     with seeing(copies, tmp_path, architecture, tp=2) as found:
         check(found)

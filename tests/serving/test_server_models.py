@@ -224,3 +224,21 @@ def test_what_sglang_wants_of_a_config_and_transformers_does_not_write_is_added(
     assert ServerSpec(model, "bfloat16", extra=("=".join(mine[:2]), mine[2])).flags("127.0.0.1", 1) == merged
     for shorter in ("--json", "--json-model-override"):  # argparse takes those as well
         assert ServerSpec(model, "bfloat16", extra=(shorter, *mine[1:])).flags("127.0.0.1", 1) == merged
+
+
+def test_qwen3_5_that_sees_is_told_what_its_config_leaves_out(tmp_path: Path) -> None:
+    """Else SGLang would add features of layers that its tower does not have."""
+    text: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    told = missing_settings(folder(tmp_path, **config))
+    assert told == {"text_config": {"full_attention_interval": 2}, "vision_config": {"deepstack_visual_indexes": []}}
+    text["full_attention_interval"] = 2
+    config["vision_config"] = {"deepstack_visual_indexes": []}
+    assert missing_settings(folder(tmp_path, **config)) == {}
+
+
+def test_qwen2_vl_is_told_its_colors_by_the_older_key(tmp_path: Path) -> None:
+    config = {"architectures": ["Qwen2VLForConditionalGeneration"]}
+    told = missing_settings(folder(tmp_path, **config, vision_config={"in_channels": 3}))
+    assert told == {"vision_config": {"in_chans": 3}}
+    assert missing_settings(folder(tmp_path, **config, vision_config={"in_chans": 3})) == {}

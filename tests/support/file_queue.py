@@ -1,20 +1,25 @@
 """A pytest plugin for tests/suite.py: files are what its workers take from the queue, and those that take longest come first.
 
 In the end it says how long each file took, so that the order (file_order.py) can be kept, and how much of the processors.
+Its workers are copies (forked_workers.py), which have this module already: PYTEST_DONT_REWRITE.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Generator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from tests.support import forked_workers
 from tests.support.cpu_seconds import Clock
 from tests.support.file_order import LONGEST, entry_of, next_of, place_of
+from tests.support.platforms import chosen
 
 SHOWN = 25  # files in the table of seconds
 CPU_S = "megarl_cpu_s"  # a report's attribute
@@ -43,7 +48,7 @@ class Processors:
 
     def __init__(self) -> None:
         self._clock = Clock()
-        self._told = self._clock.seconds()
+        self._told = self._clock.seconds() - forked_workers.collecting_s()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -84,7 +89,17 @@ class Seconds:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Processors() if hasattr(config, "workerinput") else Seconds())
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(Processors())
+        return
+    config.pluginmanager.register(Seconds())
+    workers = config.getoption("tx")
+    if len(workers) > 1 and not chosen().has_device_memory:
+        ended = ExitStack()
+        config.add_cleanup(ended.close)
+        folder = ended.enter_context(tempfile.TemporaryDirectory())
+        words = ["--rootdir", str(config.rootpath), *config.args]
+        config.option.tx = [f"popen//python={ended.enter_context(forked_workers.copies(folder, words))}"] * len(workers)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

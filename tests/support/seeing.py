@@ -27,7 +27,7 @@ from megarl.sync.held import MLP_PADDING, VOCAB_PADDING
 from tests.support.forked_servers import Copies
 from tests.support.platforms import chosen
 from tests.support.served import KEY, ON_DEVICES, START_S
-from tests.support.vision import QWEN2_5, Architecture, write_tiny_vision_model
+from tests.support.vision import QWEN2_5, Architecture, experts_apart, write_tiny_vision_model
 
 WIDE_COLUMNS = (".down_proj.weight", ".linear_fc2.weight")
 CHUNK = 16  # tokens of a prompt that a server computes at once: images are cut in two
@@ -79,7 +79,7 @@ class HfVision:
     def text(self) -> list[tuple[str, Tensor]]:
         """The text part's weights, by the names of a folder of its own."""
         named = ((self._multimodal.text_name(name), tensor) for name, tensor in self.model.named_parameters())
-        return [(name, tensor) for name, tensor in named if name is not None]
+        return list(experts_apart({name: tensor for name, tensor in named if name is not None}).items())
 
     def tower(self) -> dict[str, Tensor]:
         """The tower's, by SGLang's names, as one rank holds them: gate and up in one, filled up as text's are."""

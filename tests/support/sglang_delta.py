@@ -2,7 +2,8 @@
 
 SGLang 0.5.21 builds them on a CPU where it is not told that it is one, and without the kernels of that, which nothing here
 calls. Each in a process of its own; prints as its last line {folder: {"unfilled": parameters, "otherwise": numbers of elements
-that were sent and are not held, or the other way round, "base": RoPE's, "layers": their kinds}}.
+that were sent and are not held, or the other way round, "base": RoPE's, "layers": their kinds, "turns by three axes": whether
+RoPE does}}.
 """
 
 from __future__ import annotations
@@ -40,14 +41,23 @@ def filled(folder: Path) -> dict[str, Any]:
     sent = load_file(folder / "model.safetensors")
     model.load_weights(iter(sent.items()))
     held = dict(model.named_parameters())
+    unfilled = [name for name, parameter in held.items() if parameter.isnan().any()]
+    # Of a tower SGLang fills up a table of positions.
+    sent, held = ({name: each for name, each in some.items() if "visual." not in name} for some in (sent, held))
+    for parameter in held.values():
+        parameter.data.fill_(torch.nan)
+    # An update has the text part's own names.
+    model.load_weights((name.replace("model.language_model.", "model."), each) for name, each in sent.items())
+    unfilled += [name for name, parameter in held.items() if parameter.isnan().any()]
     ours, theirs = (torch.cat([each.flatten() for each in some.values()]) for some in (sent, held))
     ours, theirs = ours.sort().values, theirs.sort().values
     [rope, *_] = [layer.rotary_emb for layer in model.model.layers if hasattr(layer, "rotary_emb")]
     return {
-        "unfilled": [name for name, parameter in held.items() if parameter.isnan().any()],
+        "unfilled": unfilled,
         "otherwise": int((ours != theirs).sum()) if len(ours) == len(theirs) else len(ours) - len(theirs),
         "base": rope.base,
         "layers": model.config.layers_block_type,
+        "turns by three axes": getattr(model, "is_mrope_enabled", False),
     }
 
 

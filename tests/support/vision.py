@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from tests.support.multimodal import exchange_experts
 from tests.support.tiny import write_tokenizer
 
-Architecture = Literal["Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"]
+Architecture = Literal[
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+]
+QWEN2: Architecture = "Qwen2VLForConditionalGeneration"
 QWEN2_5: Architecture = "Qwen2_5_VLForConditionalGeneration"
 QWEN3: Architecture = "Qwen3VLForConditionalGeneration"
+QWEN3_MOE: Architecture = "Qwen3VLMoeForConditionalGeneration"
+QWEN3_5: Architecture = "Qwen3_5ForConditionalGeneration"
+QWEN3_5_MOE: Architecture = "Qwen3_5MoeForConditionalGeneration"
 # Pixels of the side of what becomes one token.
-SQUARE: dict[str, int] = {QWEN2_5: 28, QWEN3: 32}
+SQUARE: dict[str, int] = {QWEN2: 28, QWEN2_5: 28, QWEN3: 32, QWEN3_MOE: 32, QWEN3_5: 32, QWEN3_5_MOE: 32}
 
 TEXT: dict[str, Any] = {
     "vocab_size": 128,
@@ -29,6 +42,7 @@ TEXT: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 2,
 }
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Config class, what the text part has beside, and the tower.
 TINY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     QWEN2_5: (
@@ -98,6 +112,29 @@ PROCESSOR: dict[str, dict[str, Any]] = {
         "processor_class": "Qwen3VLProcessor",
     },
 }
+TINY[QWEN3_MOE] = ("Qwen3VLMoeConfig", {**TINY[QWEN3][1], **EXPERTS}, TINY[QWEN3][2])
+TINY[QWEN2] = (
+    "Qwen2VLConfig",
+    TINY[QWEN2_5][1],
+    {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
+)
+PROCESSOR[QWEN2] = PROCESSOR[QWEN2_5] | {"processor_class": "Qwen2VLProcessor"}
+# Gated DeltaNet in every other layer, and a part of each head that turns.
+DELTA: dict[str, Any] = {
+    **{"num_hidden_layers": 4, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    },
+}
+TOWER = {key: value for key, value in TINY[QWEN3][2].items() if key != "deepstack_visual_indexes"}
+TINY[QWEN3_5] = ("Qwen3_5Config", DELTA, TOWER)
+TINY[QWEN3_5_MOE] = ("Qwen3_5MoeConfig", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32}, TOWER)
+PROCESSOR |= dict.fromkeys((QWEN3_MOE, QWEN3_5, QWEN3_5_MOE), PROCESSOR[QWEN3])
 # As the published templates: a part that is an image becomes three tokens, of which the second is the image's.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }} "
@@ -123,7 +160,7 @@ def write_tiny_vision_model(
     """Write a random model in float32, a tokenizer of one token a character, and the processor's file; returns the folder.
 
     published: config.json has the text's keys at its top, as Qwen2.5-VL's has. text: keys of the text part. saving: for
-    save_pretrained.
+    save_pretrained. Qwen3-VL's experts lie as they are published.
     """
     import transformers
 
@@ -143,6 +180,8 @@ def write_tiny_vision_model(
             # Norms of one and biases of zero would hide mistakes; features of the size of embeddings are seen.
             tensor.normal_(std=0.1) if tensor.dim() > 1 else tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(folder, **saving)
+    if architecture == QWEN3_MOE and not saving:
+        exchange_experts(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR[architecture]))
     if published:
         path = folder / "config.json"
@@ -153,6 +192,24 @@ def write_tiny_vision_model(
         text_keys |= {"rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
         path.write_text(json.dumps({**text_keys, **raw}, indent=1))
     return folder
+
+
+def with_score(folder: Path, target: Path, seed: int = 0) -> Path:
+    """The model again, with a head of one score in the place of the vocabulary; returns the new folder."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, target)
+    raw = json.loads((target / "config.json").read_text())
+    raw["architectures"] = [raw["architectures"][0].replace("ConditionalGeneration", "SequenceClassification")]
+    (target / "config.json").write_text(json.dumps(raw | {"id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}}))
+    tensors = load_file(target / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    generator = torch.Generator().manual_seed(seed)
+    tensors["score.weight"] = torch.randn((1, TEXT["hidden_size"]), generator=generator) * 0.1
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
 
 
 def _write_vision_tokenizer(folder: Path) -> dict[str, int]:
@@ -177,3 +234,18 @@ def png(width: int, height: int, seed: int = 0) -> bytes:
     written = io.BytesIO()
     Image.fromarray(pixels).save(written, "png", compress_level=1)
     return written.getvalue()
+
+
+def experts_apart(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same, with views of each expert's gate, up and down in the place of tensors of all, as transformers has them."""
+    found = {}
+    for name, tensor in named.items():
+        module, _, kind = name.rpartition(".")
+        if not module.endswith(".mlp.experts"):
+            found[name] = tensor
+            continue
+        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for expert, own in enumerate(tensor):
+            parts = zip(kinds, own.chunk(len(kinds)), strict=True)
+            found |= {f"{module}.{expert}.{part}.weight": rows for part, rows in parts}
+    return found

@@ -23,7 +23,7 @@ from tests.support.platforms import chosen
 from tests.support.seeing import HfVision, Seeing
 from tests.support.served import NEEDS
 from tests.support.sglang_held import sums_of
-from tests.support.vision import QWEN2_5, QWEN3, Architecture, png, write_tiny_vision_model
+from tests.support.vision import QWEN2_5, QWEN3, QWEN3_MOE, Architecture, png, write_tiny_vision_model
 from tests.sync.given import BroadcastBuckets
 from tests.sync.written import DiskBuckets, SharedBuckets
 
@@ -82,7 +82,7 @@ def test_the_text_part_arrives_by_every_transport_and_the_tower_stays(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [QWEN2_5, QWEN3])
+@pytest.mark.parametrize("architecture", [QWEN2_5, QWEN3, QWEN3_MOE])
 def test_what_the_ranks_of_a_server_would_hold_of_the_text_part_is_known(
     architecture: Architecture, copies: Copies, tmp_path: Path
 ) -> None:

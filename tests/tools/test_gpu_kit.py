@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from bench.gpu_engine import FIGURES
 from megarl.core.versions import installed
+from tests.support.platforms import MODULES, ON_DEVICES
 from tools.gpu_kit.__main__ import main
 from tools.gpu_kit.make import loosened, project_files, write_program
 from tools.gpu_kit.parts import HEAD_BYTES, Head, KitError, join, split
@@ -91,6 +94,34 @@ def test_the_lock_has_all_that_the_kit_wants_and_neither_torch_nor_its_cuda() ->
     pins = chosen(read_lock((ROOT / "requirements" / "cpu.lock").read_text()))
     assert {"transformers", "tokenizers", "numpy", "megatron-core", "pydantic-core", "pluggy"} <= pins.keys()
     assert not {"torch", "sympy", "networkx", "ray", "sglang"} & pins.keys()
+
+
+def imported(file: Path) -> set[str]:
+    """Top packages that a file imports, wherever it does."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def test_what_is_checked_imports_nothing_that_the_kit_has_not() -> None:
+    """But for what a machine may lack, whose tests are left out there."""
+    rooms = [ROOT / "megarl" / room for room in ("core", "models", "training", "sync")]
+    rooms += [ROOT / "tests" / room for room in ("models", "training", "sync", "gpu")]
+    names = set().union(*(imported(file) for room in rooms for file in room.rglob("*.py")))
+    names -= {*sys.stdlib_module_names, "megarl", "tests", "tools", "bench", "torch"}
+    names -= {
+        "setuptools",
+        "transformer_engine",
+    }  # the one comes with torch, and the other is the machine's or is not there
+    names -= {module for modules in (*MODULES.values(), *ON_DEVICES.values()) for module in modules}
+    wheels = chosen(read_lock((ROOT / "requirements" / "cpu.lock").read_text())).keys()
+    known = packages_distributions()
+    lacking = {name for name in names if not wheels & {each.lower().replace("_", "-") for each in known.get(name, ())}}
+    assert not lacking
 
 
 def test_pip_is_asked_for_wheels_of_that_python_and_for_nothing_that_they_name() -> None:

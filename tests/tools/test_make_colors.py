@@ -56,8 +56,8 @@ def test_the_model_of_the_task_sees(tmp_path: Path, kind: Kind) -> None:
     make_tiny_vision_model(tmp_path, kind=kind, hidden_size=64)
     vision = load_model_config(tmp_path).vision
     tokenizer = make_vision_tokenizer()
-    assert vision is not None and vision.square == 2 * PATCH[kind] and sum(vision.axes) == 16
-    assert vision.deepstack == (2 if kind == "qwen3_vl" else 0)
+    assert vision is not None and vision.square == 2 * PATCH[kind] and sum(vision.axes) in (8, 16)
+    assert vision.deepstack == (2 if kind.startswith("qwen3_vl") else 0)
     tokens = tokenizer.convert_tokens_to_ids([*IMAGE])
     assert tokens == [vision.start_token, vision.image_token, vision.end_token]
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What color?"}]}

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.core.layout import Layout
-from megarl.core.types import MiniBatch, Shard
+from megarl.core.types import Column, MiniBatch, Shard
 from megarl.models.hf_files import names_of_text
 from megarl.models.vision import Vision
 from megarl.recipe.roles import Optimizer
+from megarl.recipe.supervised import Dpo
 from megarl.training.spec import RoleSpec, SftObjective
-from tests.support.vision import png
+from tests.support.vision import experts_apart, png
+from tests.training.pairs import margin_of, pair_shards, preference_loss
 from tests.training.samples import Example, to_micro_batch
 
 # Gradients stay whole, and weights as they are.
@@ -132,19 +136,75 @@ def _by_embeddings(model: Any, ids: Tensor, kinds: Tensor, embedded: Tensor, pic
     return logits
 
 
-def reference(folder: Path, vision: Vision, made: list[Pictured]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Log-probs of each sequence's labels, and the gradients of the mean over responses, by the text part's names."""
+PREFERENCE = Dpo(beta=0.3, label_smoothing=0.1)
+
+
+def paired_shards(
+    made: list[Pictured], dp: int = 1, micro_batches: int = 1
+) -> tuple[list[Shard], list[dict[str, Column]]]:
+    """Neighbours as pairs, as `pair_shards` has them."""
+    mini = [replace(each.example, columns={"ref_logprobs": said_before(each)}) for each in made]
+    return pair_shards(mini, dp, micro_batches, scored=False, images=[each.images for each in made])
+
+
+def said_before(each: Pictured) -> np.ndarray:
+    """What a reference says of a sequence: [T]."""
+    return np.linspace(-5, -4, len(each.example.tokens), dtype=np.float32)
+
+
+def preferred(made: list[Pictured], logprobs: list[Tensor]) -> Tensor:
+    """The mean loss of neighbours as pairs, by hand."""
+    kept = [torch.tensor(each.example.mask) > 0 for each in made]
+    said = [
+        (each[keep], torch.tensor(said_before(one))[keep]) for each, one, keep in zip(logprobs, made, kept, strict=True)
+    ]
+    pairs = enumerate(zip(said[::2], said[1::2], strict=True))
+    return torch.stack([preference_loss(PREFERENCE, *pair, margin=margin_of(at)) for at, pair in pairs]).mean()
+
+
+def likely(made: list[Pictured], logprobs: list[Tensor]) -> Tensor:
+    """Cross entropy, mean over responses."""
+    mask = [torch.tensor(each.example.mask) for each in made]
+    total = torch.stack([each.sum() for each in mask]).sum()
+    return -torch.stack([(one * kept).sum() for one, kept in zip(logprobs, mask, strict=True)]).sum() / total
+
+
+def reference(
+    folder: Path,
+    vision: Vision,
+    made: list[Pictured],
+    loss_of: Callable[[list[Pictured], list[Tensor]], Tensor] = likely,
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Log-probs of each sequence's labels, and the gradients of the loss, by the text part's names."""
     model = transformers_model(folder)
     logprobs = []
     for each in made:
         logits = transformers_logits(model, folder, vision, each)
         labels = torch.tensor(each.example.labels)
         logprobs.append(logits.log_softmax(-1).gather(1, labels[:, None])[:, 0])
-    mask = [torch.tensor(each.example.mask) for each in made]
-    total = sum(each.sum() for each in mask)
-    loss = -sum((one * kept).sum() for one, kept in zip(logprobs, mask, strict=True)) / total
-    loss.backward()  # type: ignore[union-attr]
+    loss_of(made, logprobs).backward()  # type: ignore[no-untyped-call]
     newer = {name: parameter.grad for name, parameter in model.named_parameters()}
     names = names_of_text(newer, folder)
     found = {text: grad for text, name in names.items() if (grad := newer[name]) is not None}
-    return [each.detach() for each in logprobs], found
+    return [each.detach() for each in logprobs], experts_apart(found)
+
+
+def scored_reference(folder: Path, vision: Vision, made: list[Pictured]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Values of each sequence's tokens, and the gradients of a critic's loss of neighbours as pairs, by the text part's names.
+
+    The model below the head is transformers' own; returns are what `said_before` says.
+    """
+    whole = transformers_model(folder)
+    head = load_file(folder / "model.safetensors")["score.weight"].requires_grad_()
+    whole.lm_head = torch.nn.Identity()
+    values = [transformers_logits(whole, folder, vision, each) @ head[0] for each in made]
+    masks = [torch.tensor(each.example.mask) for each in made]
+    total = torch.zeros(())
+    for value, mask, each in zip(values, masks, made, strict=True):
+        apart = (value - torch.tensor(said_before(each))) ** 2 / 2
+        total = total + (apart * mask).sum() / mask.sum() / len(made)
+    total.backward()  # type: ignore[no-untyped-call]
+    newer = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    found = {text: grad for text, name in names_of_text(newer, folder).items() if (grad := newer[name]) is not None}
+    assert head.grad is not None
+    return [each.detach() for each in values], experts_apart(found) | {"score.weight": head.grad}

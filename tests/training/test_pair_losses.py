@@ -20,7 +20,7 @@ from megarl.training.spec import DpoObjective, RewardObjective, RoleSpec
 from tests.support.tolerances import tolerance
 from tests.training import torch_loop
 from tests.training.harness import VOCAB, weights
-from tests.training.pairs import margin_of, pair_shards, pairs_of
+from tests.training.pairs import margin_of, pair_shards, pairs_of, preference_loss
 from tests.training.samples import examples
 
 LENGTHS = [9, 17, 30, 12, 5, 21, 8, 8]
@@ -57,39 +57,14 @@ def reward_loss(model, mini):
 
 def dpo_loss(model, mini, settings):
     """One pair at a time, from the formula."""
-    total = torch.zeros(())
-    for index, pair in enumerate(pairs_of(mini)):
-        rewards, said = [], []
-        for side in pair:
-            logprobs, _ = torch_loop.scores(model, side, 1.0)
-            said.append(logprobs[torch.tensor(side.mask) > 0].mean())
-            ratios = (logprobs - torch.tensor(side.columns["ref_logprobs"]))[torch.tensor(side.mask) > 0]
-            likelihood = torch.exp(said[-1])
-            rewards.append(
-                {
-                    "simpo": settings.beta * said[-1],
-                    "orpo": torch.log(likelihood / (1 - likelihood)),
-                }.get(settings.loss, settings.beta * (ratios.mean() if settings.length_normalized else ratios.sum()))
-            )
-        lead = rewards[0] - rewards[1] - margin_of(index) - settings.margin
-        total = total - (1 if settings.loss == "orpo" else settings.sft_coef) * said[0]
-        if settings.loss == "ipo":
-            total = total + (lead / settings.beta - 1 / (2 * settings.beta)) ** 2
-        elif settings.loss == "hinge":
-            total = total + torch.clamp(1 - lead, min=0)
-        elif settings.loss == "apo_zero":
-            total = total + 1 - torch.sigmoid(rewards[0]) + torch.sigmoid(rewards[1])
-        elif settings.loss == "apo_down":
-            total = total + torch.sigmoid(rewards[0]) + 1 - torch.sigmoid(lead)
-        elif settings.loss == "robust":
-            right, wrong = (torch.log(torch.sigmoid(each)) for each in (lead, -lead))
-            flipped = settings.label_smoothing
-            total = total - ((1 - flipped) * right - flipped * wrong) / (1 - 2 * flipped)
-        else:
-            smoothing = settings.label_smoothing
-            likelihood = (1 - smoothing) * torch.log(torch.sigmoid(lead)) + smoothing * torch.log(torch.sigmoid(-lead))
-            total = total - (settings.beta if settings.loss == "orpo" else 1) * likelihood
-    return total / (len(mini) // 2)
+
+    def said(side):
+        kept = torch.tensor(side.mask) > 0
+        return torch_loop.scores(model, side, 1.0)[0][kept], torch.tensor(side.columns["ref_logprobs"])[kept]
+
+    pairs = enumerate(pairs_of(mini))
+    each = [preference_loss(settings, *map(said, pair), margin=margin_of(index)) for index, pair in pairs]
+    return sum(each) / (len(mini) // 2)
 
 
 def same_steps(rank, role, model, loss_of, *, scored):

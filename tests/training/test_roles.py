@@ -112,7 +112,7 @@ def test_routing_that_the_router_would_choose_changes_nothing_and_another_does(r
     assert np.array_equal(rank.logprobs("actor", shard)[0][0], free)
 
 
-def chosen_by(engine, shard):
+def chosen_by(engine, shard, top=3):
     """[T, layers x k] int16: what the routers choose by themselves, asked layer by layer; 0 in dense layers."""
     layers = engine._chunks[0].decoder.layers
     chosen, hooks = {}, []
@@ -126,7 +126,7 @@ def chosen_by(engine, shard):
     engine.logprobs(shard)
     for hook in hooks:
         hook.remove()
-    tokens, top = next(iter(chosen.values())).shape[0], 3
+    tokens = next(iter(chosen.values())).shape[0]
     table = np.zeros((tokens, len(layers), top), np.int16)
     for index, routing_map in chosen.items():
         table[:, index] = routing_map.nonzero()[:, 1].reshape(tokens, top).cpu().numpy()

@@ -11,7 +11,7 @@ from tools.gpu_kit.parts import KitError
 # What megarl's engine, its sync and their tests import.
 WANTED = (
     *("megatron-core", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy", "psutil"),
-    *("pydantic", "pyyaml", "typer", "rich", "aiohttp", "orjson", "zstandard", "jinja2", "dill"),
+    *("pydantic", "pyyaml", "typer", "rich", "aiohttp", "orjson", "zstandard", "jinja2", "dill", "pillow"),
     *("pytest", "pytest-timeout", "hypothesis"),
 )
 # What is there already: the kit must not stand before it.

@@ -13,6 +13,7 @@ from megarl.core.log import get_logger
 from megarl.core.types import TokenArray
 from megarl.rollout.asking import Asker, Request, RequestFailedError
 from megarl.rollout.attempt import Attempt
+from megarl.rollout.pictures import Sends
 from megarl.serving.answers import Generation
 from megarl.serving.sampling import Sampling
 
@@ -55,13 +56,14 @@ class EpisodeAsker:
         tally: Tally,
         *,
         most_tokens: int,
+        pictures: Sends | None = None,
     ) -> list[Generation]:
-        """What the policy writes after the context: as many choices as are wanted, side by side.
+        """What the policy writes after the context: as many choices as are wanted, side by side. pictures: of the context.
 
         Raises RequestFailedError where no server answers in time.
         """
         asked = [
-            Request(context, self._sampling(request, tally.turns, choice, most_tokens))
+            Request(context, self._sampling(request, tally.turns, choice, most_tokens), pictures=pictures)
             for choice in range(request.count)
         ]
         self._since = time.monotonic()

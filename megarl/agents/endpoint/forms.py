@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megarl.agents.endpoint.refusal import RefusedError
+from megarl.agents.observations import IMAGE_URL, is_shown, sendable_parts
 from megarl.algorithms.limits import MAX_REWARD
 from megarl.core.words import did_you_mean
 
@@ -99,7 +100,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | None = None
+    content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -107,16 +108,25 @@ class ChatMessage(BaseModel):
     @field_validator("content", mode="before")
     @classmethod
     def _text(cls, content: Any) -> Any:
-        """Parts of text are one text."""
+        """Parts of text are one text; those with images are as `sendable_parts` has them."""
         if not isinstance(content, list):
             return content
-        texts = []
+        parts = []
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else None
+            if kind == IMAGE_URL:
+                given = part.get(IMAGE_URL)
+                url = given.get("url") if isinstance(given, dict) else given
+                if not isinstance(url, str) or not url.startswith("data:"):
+                    raise ValueError(
+                        "an image that is no data URL: wanted is data:image/png;base64,..., and none is fetched"
+                    )
+                parts += sendable_parts([{"type": IMAGE_URL, IMAGE_URL: url}])
+                continue
             if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-                raise ValueError(f"a part of type {kind!r}: the model reads text alone")
-            texts.append(part[kind])
-        return "".join(texts)
+                raise ValueError(f"a part of type {kind!r}: the model reads text and images alone")
+            parts.append({"type": "text", "text": part[kind]})
+        return parts if is_shown(parts) else "".join(part["text"] for part in parts)
 
 
 class ChatRequest(_Request):

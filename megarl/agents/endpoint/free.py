@@ -27,7 +27,7 @@ class FreeSession:
         """An answer to a conversation. Raises RefusedError."""
         tools = request.tools if request.tool_choice != "none" else None
         template = self._model.template(tools)
-        ids, _ = self._model.prompt(template, request.messages)
+        ids, _, _ = self._model.prompt(template, request.messages)
         turn = sum(message.role == "assistant" for message in request.messages) + 1
         logprobs = request.wants_logprobs
         try:

@@ -14,6 +14,7 @@ import orjson
 from megarl.agents.endpoint.forms import ChatMessage
 from megarl.agents.endpoint.refusal import RefusedError
 from megarl.agents.endpoint.replies import Choice
+from megarl.agents.observations import identified
 from megarl.core.words import shortened
 
 SHOWN = 80  # characters of a message that an error shows
@@ -32,7 +33,7 @@ class Continued:
 
 def seen(message: ChatMessage) -> Seen:
     """What of a message makes it the same."""
-    text = message.content or ""
+    text = identified(message.content or "")
     calls = []
     for call in message.tool_calls or ():
         function = call.get("function")

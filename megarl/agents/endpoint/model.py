@@ -12,22 +12,33 @@ import orjson
 from megarl.agents.endpoint.forms import ChatMessage
 from megarl.agents.endpoint.refusal import RefusedError
 from megarl.agents.endpoint.replies import Choice, Finish
-from megarl.agents.environment import Message
+from megarl.agents.environment import EnvironmentFailedError, Message
+from megarl.agents.observations import in_parts
+from megarl.agents.observer import Observer
 from megarl.agents.template import STAND_IN, ChatTemplate
 from megarl.agents.tool_use import Parser, named, read_calls
+from megarl.agents.tools import ToolCall
 from megarl.core.errors import TemplateRefusalError
-from megarl.core.types import TokenArray
+from megarl.core.types import Image, Prompt, TokenArray
 from megarl.data.chat import Tokenizer, encode, encode_behind
 from megarl.serving.answers import Generation
 
 MOST_TEMPLATES = 64  # sets of tools that are remembered
+# Whoever asks places its own images, and none of the row's stand anywhere.
+NO_ROW = Prompt("", np.zeros(0, np.int32), "", "")
 
 
 class Model:
-    """name: that requests have to give. parser: of calls of tools; without one, requests with tools are refused."""
+    """name: that requests have to give. parser: of calls of tools; without one, requests with tools are refused.
 
-    def __init__(self, name: str, tokenizer: Tokenizer, parser: Parser | None) -> None:
+    observer: how the model sees messages.
+    """
+
+    def __init__(
+        self, name: str, tokenizer: Tokenizer, parser: Parser | None, observer: Observer | None = None
+    ) -> None:
         self.name = name
+        self.observer = observer or Observer()
         self._tokenizer, self._parser = tokenizer, parser
         self._templates: dict[bytes, ChatTemplate] = {}
 
@@ -72,8 +83,10 @@ class Model:
             self._templates[key] = template
         return self._templates[key]
 
-    def prompt(self, template: ChatTemplate, messages: Sequence[ChatMessage]) -> tuple[TokenArray, str]:
-        """A conversation from its beginning up to where the policy's turn begins. Raises RefusedError."""
+    def prompt(
+        self, template: ChatTemplate, messages: Sequence[ChatMessage]
+    ) -> tuple[TokenArray, str, tuple[Image, ...]]:
+        """A conversation from its beginning up to where the policy's turn begins: ids, text, images. Raises RefusedError."""
         if messages[-1].role == "assistant":
             raise RefusedError(
                 "The last message is the assistant's, and that is what the model is to write: end with another one.",
@@ -81,19 +94,43 @@ class Model:
             )
         reasons = []
         for told in _forms(messages):
+            self._check_seen(told)
             try:
-                prompt = template.prompt(told)
-                left_out = template.left_out(told, prompt[1])
+                observed = self.observer.first(told, NO_ROW, "messages")
+                ids, text = template.prompt(observed.messages)
+                left_out = template.left_out(observed.messages, text)
+                images = tuple(observed.sized(NO_ROW))
+                ids = self.observer.expanded(ids, images, "messages")
             except TemplateRefusalError as error:
                 reasons.append(str(error))
                 continue
+            except EnvironmentFailedError as error:  # of images
+                raise RefusedError(str(error), param="messages") from error
             if not left_out:
-                return prompt
+                return ids, text, images
             reasons.append(
                 f"The model's chat template leaves out {left_out}. Leave them out of the messages, or take a model whose "
                 "template shows them."
             )
         raise RefusedError(reasons[0], param="messages")
+
+    def following(
+        self, template: ChatTemplate, told: Sequence[Message], last: Sequence[int], calls: Sequence[ToolCall]
+    ) -> tuple[TokenArray, tuple[Image, ...]]:
+        """What stands between two turns, with its images, as of `ChatTemplate.following`. Raises RefusedError."""
+        self._check_seen(told)
+        try:
+            observed = self.observer.later(told, "messages")
+            images = tuple(observed.sized(NO_ROW))
+            ids = template.following(observed.messages, last, calls)
+            return self.observer.expanded(ids, images, "messages"), images
+        except (TemplateRefusalError, EnvironmentFailedError) as error:
+            raise RefusedError(str(error), param="messages") from error
+
+    def _check_seen(self, told: Sequence[Message]) -> None:
+        """Raises RefusedError for images where none are seen."""
+        if self.observer.blind and in_parts(told):
+            raise RefusedError(f"There is an image in the messages, and {self.observer.blind}.", param="messages")
 
     def first_ids(self, prompt: str | list[int]) -> TokenArray:
         """A first prompt without template: a text, or token ids. Raises RefusedError for ids that the model does not have."""

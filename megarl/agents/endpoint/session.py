@@ -21,14 +21,17 @@ from megarl.agents.endpoint.refusal import RefusedError
 from megarl.agents.endpoint.replies import Answered, Choice
 from megarl.agents.endpoint.text_matching import KnownText
 from megarl.agents.environment import Message
+from megarl.agents.observations import shown_text
 from megarl.agents.tally import Budget, Tally
 from megarl.agents.template import ChatTemplate
 from megarl.agents.tools import ToolCall
 from megarl.agents.transcript import Transcript
-from megarl.core.errors import TemplateRefusalError
-from megarl.core.types import Prompt, Sample, TokenArray
+from megarl.core.errors import UserError
+from megarl.core.types import Image, Prompt, Sample, TokenArray
+from megarl.data.image_places import PLACE
 from megarl.rollout.asking import Asker, RequestFailedError
 from megarl.rollout.attempt import Attempt
+from megarl.rollout.pictures import EpisodePictures
 from megarl.serving.answers import Generation
 
 Kind = Literal["chat", "completions"]
@@ -48,13 +51,14 @@ class Budgets:
 class _Said:
     """What stands before a turn, told by the agent: its token ids, [T], and what is shown of it.
 
-    text: of the first. seen: the messages, by which a later request is known.
+    text: of the first. seen: the messages, by which a later request is known. images: that stand in it.
     """
 
     ids: TokenArray
     messages: Sequence[Message]
     text: str = ""
     seen: Sequence[Seen] = ()
+    images: tuple[Image, ...] = ()
 
 
 class EpisodeSession:
@@ -70,6 +74,7 @@ class EpisodeSession:
         self.metrics: dict[str, float] = {}
         self.rewarded = False
         self._attempt, self._model, self._budgets = attempt, model, budgets
+        self._pictures = EpisodePictures(attempt.pictures or model.observer.pictures(attempt.prompt), prompts=False)
         self._asking = EpisodeAsker(attempt, asker)
         self._notice = notice or SamplingNotice()
         self._began = time.monotonic()
@@ -155,7 +160,7 @@ class EpisodeSession:
             return None
         tally = self.tally
         tally.rewards += [0.0] * (tally.turns - len(tally.rewards))
-        return tally.ended(
+        sample = tally.ended(
             self._prompt,
             self._transcript,
             decode,
@@ -164,6 +169,15 @@ class EpisodeSession:
             rewards=rewards,
             more={"tool_calls": float(tally.num_calls)} if self._tools else None,
         )
+        sample.shown = self._pictures.shown
+        return sample
+
+    async def _with(self, images: Sequence[Image]) -> EpisodePictures:
+        """With those that are told now; they count once the policy has answered. Raises RefusedError."""
+        try:
+            return await self._pictures.with_more(images, "messages")
+        except UserError as error:
+            raise RefusedError(str(error), param="messages") from error
 
     def _keep(self, body: bytes, answered: Answered) -> Answered:
         self._answered = (body, answered)
@@ -210,9 +224,10 @@ class EpisodeSession:
             most = self._budgets.max_prompt_tokens
             if template.exceeds([*map(as_told, messages)], most):
                 raise _too_long("far more", most)
-            ids, text = self._model.prompt(template, messages)
+            ids, text, images = self._model.prompt(template, messages)
             self._check_prompt(ids)
-            return _Said(ids, [*map(as_told, messages)], text, [*map(seen, messages)])
+            self._check_places(messages, images)
+            return _Said(ids, [*map(as_told, messages)], text, [*map(seen, messages)], images)
         found = continued(messages, self._known, self._choices)
         if self._choices:
             self._commit(self._choices[found.chosen])
@@ -222,15 +237,23 @@ class EpisodeSession:
             self.over = "tokens"
             raise _is_over("tokens")
         last = self._transcript.context[-1:].tolist()
-        try:
-            return _Said(template.following(told, last, self._calls), told, seen=[*map(seen, found.new)])
-        except TemplateRefusalError as error:
-            raise RefusedError(str(error), param="messages") from error
+        ids, images = self._model.following(template, told, last, self._calls)
+        return _Said(ids, told, seen=[*map(seen, found.new)], images=images)
 
     def _named(self, told: Message, names: Mapping[str, str]) -> Message:
         """A tool's result with the tool's name, which some templates want, and clients leave out."""
         name = names.get(str(told.get("tool_call_id")))
         return {**told, "name": name} if told["role"] == "tool" and name and "name" not in told else told
+
+    def _check_places(self, messages: Sequence[ChatMessage], images: Sequence[Image]) -> None:
+        """Raises RefusedError for a row's messages as they are, in which places of images would be text."""
+        places = any(PLACE in shown_text(message.content or "", "") for message in messages)
+        if self._attempt.prompt.images and not images and places:
+            raise RefusedError(
+                f"The row has images, and the messages have {PLACE} as text, which shows the model none: send each image in its "
+                'place as a part {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}.',
+                param="messages",
+            )
 
     def _check_prompt(self, ids: TokenArray) -> None:
         most = self._budgets.max_prompt_tokens
@@ -254,24 +277,24 @@ class EpisodeSession:
         self._notice.look(request, self._attempt.sampling)
         context = said.ids if transcript is None else np.concatenate([transcript.context, said.ids])
         bound = min(left, self._budgets.turn_tokens or left)
+        pictures = await self._with(said.images)
+        most = min(bound, request.most_tokens or bound)
         try:
-            generations = await self._asking.ask(
-                context, request, self.tally, most_tokens=min(bound, request.most_tokens or bound)
-            )
+            generations = await self._asking.ask(context, request, self.tally, most_tokens=most, pictures=pictures)
             choices = [await read(generation) for generation in generations]
         except RequestFailedError as error:
             self.failure = str(error)
             raise _no_server(self.failure) from error
         if transcript is None:
             self._transcript = Transcript(said.ids)
-            self._prompt = replace(self._attempt.prompt, token_ids=said.ids, text=said.text)
+            self._prompt = replace(self._attempt.prompt, token_ids=said.ids, text=said.text, images=())
             self._kind = "chat" if isinstance(request, ChatRequest) else "completions"
             if isinstance(request, ChatRequest):
                 self._tools = request.tools or []
                 self._template = self._model.template(self._tools)
         else:
             transcript.told(said.ids)
-        self._reported = None
+        self._reported, self._pictures = None, pictures
         self.tally.turns += 1
         self.tally.say(said.messages, len(said.ids))
         self._known += said.seen

@@ -13,6 +13,7 @@ from megarl.agents.endpoint.session import Budgets
 from megarl.agents.environment import Done, EpisodeRow
 from megarl.agents.harness import Harnesses, HarnessSettings
 from megarl.agents.harness_kinds import FunctionHarness, Harness
+from megarl.agents.observer import Observer
 from megarl.core.types import Prompt, Sample
 from megarl.rollout.asking import Asker
 from megarl.rollout.attempt import Attempt
@@ -73,6 +74,8 @@ def harnessed(
     graded: bool = False,
     most: int | None = None,
     beside: Callable[[Harnesses], Awaitable[None]] | None = None,
+    tokenizer: Any = TOKENIZER,
+    observer: Observer | None = None,
     **limits: Any,
 ) -> list[Sample]:
     """One episode for each index."""
@@ -80,10 +83,10 @@ def harnessed(
     async def go() -> list[Sample]:
         async with fake, ServerClient(fake.endpoint, attempts=3, backoff_s=0.001) as client:
             gate = Gate(4, 1)
-            asker = Asker(client, gate, TOKENIZER.decode, deadline_s=LONG_S)
+            asker = Asker(client, gate, tokenizer.decode, deadline_s=LONG_S)
             player = harness if hasattr(harness, "play") else playing(harness)  # type: ignore[arg-type]
             settings = HarnessSettings(player, budgets(**limits), graded=graded, most=most)
-            harnesses = Harnesses(settings, Model(MODEL, TOKENIZER, parser))
+            harnesses = Harnesses(settings, Model(MODEL, tokenizer, parser, observer))
             attempts = [Attempt(prompt or make_row(), sampling, 1, "train", 3, index) for index in indices]
             together = asyncio.gather(*(harnesses.play(attempt, asker) for attempt in attempts))
             if beside is not None:

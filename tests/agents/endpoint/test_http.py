@@ -88,7 +88,7 @@ def test_who_has_no_key_or_another_gets_nothing() -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages.0.content",
-            "a part of type 'image_url': the model reads text alone",
+            "an image that is no data URL: wanted is data:image/png;base64,..., and none is fetched",
         ),
         ({"messages": [{"role": "user", "content": "high" * 300}]}, "messages", "and the model's context is 200"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),

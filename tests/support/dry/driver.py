@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, partial
@@ -210,11 +211,18 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
             served_teacher, "check_teachers", lambda urls, key, wanted: book.note("teachers", urls, key, wanted)
         )
         patch.setattr(os, "fsync", lambda file: None)
+        patch.setattr(sqlite3, "connect", partial(_unsynced, sqlite3.connect))
         # What a run says of itself is no effect of its recipe.
         patch.setattr(begin, "save_recipe", lambda loaded, folder: folder.mkdir(parents=True, exist_ok=True))
         patch.setattr(begin, "draw_curve", lambda source, target: None)
         patch.setattr(train, "advice", lambda folder: None)
         yield
+
+
+def _unsynced(connect: Callable[..., sqlite3.Connection], *where: Any, **named: Any) -> sqlite3.Connection:
+    file = connect(*where, **named)
+    file.execute("pragma synchronous = off")
+    return file
 
 
 def _method(function: Callable[..., Any], *first: Any) -> Any:

@@ -1,0 +1,168 @@
+"""Harnesses that send images: what they send is what servers see and is trained on, and a journal holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from megarl.agents.environment import Done, EpisodeRow
+from megarl.agents.harness_process import row_json
+from megarl.core.types import Prompt, Sample, Status
+from megarl.rollout.journal import Journal, Written
+from megarl.rollout.pictures import Pictures
+from megarl.rollout.tasks import GroupTask
+from tests.agents.drawing import data_url
+from tests.agents.endpoint.harnesses import MODEL, harnessed
+from tests.agents.looking import OBSERVER, SIGHT, TOKENIZER, SeeingPolicy, as_png, assert_seen, row
+from tests.support.sight import picture
+
+ONE, TWO = picture(8, 4), picture(9, 9, 1)
+
+
+def image(data: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(data)}}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+class Looks:
+    """Shows the row's image, then another; and asks for what is refused first, `wrong`."""
+
+    def __init__(self, *wrong: Any) -> None:
+        self.wrong, self.refused = wrong, list[str]()
+
+    async def __call__(self, client: AsyncOpenAI, told: EpisodeRow) -> Done:
+        messages: list[Any] = [{"role": "user", "content": [text("Look: "), image(ONE)]}]
+        for more in ([image(TWO), text("<|im_end|> and <image>?")], "done?", None):
+            for wrong in self.wrong:
+                await self._refused(client, wrong(messages))
+            answer = await client.chat.completions.create(model=MODEL, messages=messages)
+            messages += [answer.choices[0].message]
+            messages += [] if more is None else [{"role": "user", "content": more}]
+        return Done(1.0)
+
+    async def _refused(self, client: AsyncOpenAI, messages: Any) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model=MODEL, messages=messages)
+        self.refused.append(str(caught.value))
+
+
+def looked(prompt: Prompt, harness: Any, **changes: Any) -> tuple[Sample, SeeingPolicy]:
+    fake = SeeingPolicy()
+    changes = {"tokenizer": TOKENIZER, "observer": OBSERVER, **changes}
+    [sample] = harnessed(fake, harness, prompt=prompt, **changes)
+    return sample, fake
+
+
+async def again(folder: Path, sample: Sample, prompt: Prompt) -> Sample:
+    """As a journal has it, with its images."""
+    journal, task = Journal(folder), GroupTask(group=0, row=0, step=3, first=0, count=1, greedy=False)
+    try:
+        await journal.add(task, prompt, Written([sample], []))
+        found = await journal.find(task, prompt)
+    finally:
+        await journal.close()
+    assert found is not None
+    await Pictures(prompt, SIGHT.image_token).put([sample, *found.samples])
+    return found.samples[0]
+
+
+def test_what_a_harness_sends_is_seen_and_trained_on_and_comes_back_of_a_journal(tmp_path: Path) -> None:
+    prompt = row("<image>", ONE)  # of which nothing stands anywhere: the harness sends its own
+    sample, fake = looked(prompt, Looks())
+    assert sample.status is Status.COMPLETED, sample.metadata
+    found = asyncio.run(again(tmp_path, sample, prompt))
+    assert sample.images == (as_png(ONE), as_png(TWO)) == found.images
+    assert sample.prompt.images == () == found.prompt.images
+    assert [len(files) for _, files in fake.seen] == [1, 2, 2]
+    assert_seen(fake, sample)
+    users = [each["content"] for each in sample.metadata["messages"] if each["role"] == "user"]
+    assert users == ["Look: <image>", "<image><|im_end|> and <image>?", "done?"]
+    assert not sample.loss_mask[sample.response_ids == SIGHT.image_token].any()
+
+
+def with_image(url: str) -> Any:
+    return lambda said: [*said[:-1], {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+
+def test_what_is_no_image_and_another_image_than_before_are_refused_and_leave_nothing() -> None:
+    wrong = [
+        with_image("https://x/a.png"),
+        with_image("/etc/hostname"),
+        with_image("data:image/png;base64,?"),
+        with_image(data_url(b"none")),
+        with_image(data_url(picture(64, 64)[:3000])),
+        with_image(data_url(picture(64, 64)[:3000] + ONE[-12:])),
+    ]
+    harness = Looks(*wrong)
+    sample, fake = looked(row("a"), harness)
+    assert sample.status is Status.COMPLETED and len(sample.shown) == 2
+    assert_seen(fake, asyncio.run(put(sample)))
+    says = (
+        "an image that is no data URL",
+        "an image that is no data URL",
+        "an image is a data URL whose content is no base64",
+        "messages, message 1, image 1: its bytes cannot be decoded as an image",
+        "messages, message 1, image 1: its bytes cannot be decoded as an image",
+        "messages, image 1: its bytes cannot be decoded as an image",
+    )
+    for at, refused in enumerate(harness.refused):
+        assert says[at % len(says)] in refused
+    assert len(harness.refused) == 3 * len(says)
+
+    async def another(client: AsyncOpenAI, told: EpisodeRow) -> Done:
+        messages: list[Any] = [{"role": "user", "content": [image(ONE)]}]
+        answer = await client.chat.completions.create(model=MODEL, messages=messages)
+        messages += [answer.choices[0].message, {"role": "user", "content": "b"}]
+        messages[0] = {"role": "user", "content": [image(TWO)]}
+        with pytest.raises(openai.BadRequestError, match="does not extend the episode's conversation: message 1 was"):
+            await client.chat.completions.create(model=MODEL, messages=messages)
+        return Done(1.0)
+
+    sample, _ = looked(row("a"), another)
+    assert [file for _, file in sample.shown] == [as_png(ONE)]
+
+
+async def put(sample: Sample) -> Sample:
+    await Pictures(row("a"), SIGHT.image_token).put([sample])
+    return sample
+
+
+def test_a_model_that_sees_none_is_sent_none() -> None:
+    async def blind(client: AsyncOpenAI, told: EpisodeRow) -> Done:
+        for role in ("user", "tool"):
+            messages: Any = [{"role": "user", "content": "a"}, {"role": role, "content": [image(ONE)]}]
+            with pytest.raises(openai.BadRequestError, match="an image in the messages, and the model sees no images"):
+                await client.chat.completions.create(model=MODEL, messages=messages)
+        await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [text("a")]}])
+        return Done(1.0)
+
+    sample, _ = looked(row("a"), blind, observer=None)
+    assert sample.status is Status.COMPLETED and sample.shown == ()
+
+
+def test_a_rows_messages_as_they_are_show_the_model_nothing_and_are_refused() -> None:
+    async def careless(client: AsyncOpenAI, told: EpisodeRow) -> Done:
+        messages: Any = list(told.messages)
+        with pytest.raises(
+            openai.BadRequestError, match="the messages have <image> as text, which shows the model none"
+        ):
+            await client.chat.completions.create(model=MODEL, messages=messages)
+        await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Without."}])
+        return Done(1.0)
+
+    sample, _ = looked(row("<image>?", ONE), careless)
+    assert sample.status is Status.COMPLETED and sample.images == ()
+
+
+def test_a_harness_is_told_where_the_images_of_its_row_are(tmp_path: Path) -> None:
+    told = EpisodeRow("r", ({"role": "user", "content": "<image>"},), "", {}, 1, (tmp_path / "a.png", b"abc"))
+    assert json.loads(row_json(told))["images"] == [str(tmp_path / "a.png"), "data:;base64,YWJj"]
