@@ -266,7 +266,7 @@ async def apart(function: Callable[..., Any], values: Mapping[str, Any], read: C
         return (given if later else read(given)), later
 
     given, later = await in_thread(call)
-    return await _read(await given, read) if later else given  # type: ignore[no-any-return]
+    return await _read(await given, read) if later else given
 
 
 async def _read(given: Any, read: Callable[[Any], T]) -> T:
