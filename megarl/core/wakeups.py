@@ -50,9 +50,8 @@ class Wakeups:
         self._over = True
         signal.set_wakeup_fd(self._fd_before)
         signal.signal(WAKE_SIGNAL, self._before)
-        with suppress(
-            BlockingIOError
-        ):  # full of signals that the thread has yet to read: it looks at `_over` after them
+        # The thread may have ended already, or has yet to read so much: it looks at `_over` as well.
+        with suppress(BlockingIOError, BrokenPipeError):
             os.write(self._write, b"\0")
         os.close(self._write)
 

@@ -82,5 +82,5 @@ def test_samples_of_a_prompt_share_its_images_also_on_their_way() -> None:
     assert len(data) < 110_000, "the bytes go once"
     assert back.images is not None and all(each[0] is back.images[0][0] for each in back.images[:8])
     assert block_of_laid().images is None
-    with pytest.raises(AssertionError, match="without its prompt's images"):
+    with pytest.raises(AssertionError, match="without its images"):
         sample_block([replace(samples[0], images=())], np.arange(1), np.ones(1, np.float32))

@@ -44,6 +44,11 @@ def filled(folder: Path) -> dict[str, Any]:
     unfilled = [name for name, parameter in held.items() if parameter.isnan().any()]
     # Of a tower SGLang fills up a table of positions.
     sent, held = ({name: each for name, each in some.items() if "visual." not in name} for some in (sent, held))
+    for parameter in held.values():
+        parameter.data.fill_(torch.nan)
+    # An update has the text part's own names.
+    model.load_weights((name.replace("model.language_model.", "model."), each) for name, each in sent.items())
+    unfilled += [name for name, parameter in held.items() if parameter.isnan().any()]
     ours, theirs = (torch.cat([each.flatten() for each in some.values()]) for some in (sent, held))
     ours, theirs = ours.sort().values, theirs.sort().values
     [rope, *_] = [layer.rotary_emb for layer in model.model.layers if hasattr(layer, "rotary_emb")]
