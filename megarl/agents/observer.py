@@ -116,6 +116,11 @@ class Observer:
             )
         return found
 
+    def first_place(self, token_ids: TokenArray) -> int | None:
+        """The first token in these that stands for an image or a video; None where there is none, or the model sees none."""
+        tokens = [] if self._sight is None else [self._sight.image_token, self._sight.video_token]
+        return next((int(token) for token in token_ids if int(token) in tokens), None)
+
     def _observed(self, messages: Sequence[Message], where: str) -> Observed:
         images: list[Image | None] = []
         shown = []

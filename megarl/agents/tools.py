@@ -253,9 +253,12 @@ def as_content(value: Any) -> Content:
 
 
 async def apart(function: Callable[..., Any], values: Mapping[str, Any], read: Callable[[Any], T]) -> T:
-    """What a function gives, by `read`; one that is no coroutine runs in a thread, and so does the reading of it."""
+    """What a function gives, by `read`; one that is no coroutine runs in a thread, and so does the reading of it.
+
+    What a coroutine gives is read in one, too, if it is no text: an image of PIL takes a while to become a file.
+    """
     if inspect.iscoroutinefunction(function):
-        return read(await function(**values))
+        return await _read(await function(**values), read)
 
     def call() -> tuple[Any, bool]:
         given = function(**values)
@@ -263,7 +266,11 @@ async def apart(function: Callable[..., Any], values: Mapping[str, Any], read: C
         return (given if later else read(given)), later
 
     given, later = await in_thread(call)
-    found: T = read(await given) if later else given
+    return await _read(await given, read) if later else given
+
+
+async def _read(given: Any, read: Callable[[Any], T]) -> T:
+    found: T = read(given) if isinstance(given, str) else await in_thread(lambda: read(given))
     return found
 
 

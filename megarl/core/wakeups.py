@@ -63,6 +63,9 @@ class Wakeups:
         main = threading.main_thread().ident
         assert main is not None
         while (numbers := os.read(read, 64)) and not self._over:
+            if self._fd_before >= 0:  # of an event loop, or of other Wakeups, which have not ended yet
+                with suppress(OSError):
+                    os.write(self._fd_before, numbers)
             if {*numbers} == {WAKE_SIGNAL}:
                 continue
             self._looked, wait_s = False, FIRST_S

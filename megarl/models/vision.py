@@ -142,6 +142,8 @@ def parse_vision(raw: Mapping[str, Any], path: Path, processor: Mapping[str, Any
     said = Fields(processor, path.with_name(PREPROCESSOR))
     size = said.part("size")
     merge = tower.count("spatial_merge_size", 2)
+    if processor:
+        _check_cut(said, tower, merge)
     return Vision(
         image_token=fields.count("image_token_id", least=0),
         start_token=fields.count("vision_start_token_id", least=0),
@@ -155,6 +157,19 @@ def parse_vision(raw: Mapping[str, Any], path: Path, processor: Mapping[str, Any
         tower_elements=tower_elements(tower),
         video_token=fields.count("video_token_id", least=0) if "video_token_id" in fields.raw else None,
     )
+
+
+def _check_cut(said: Fields, tower: Fields, merge: int) -> None:
+    """Whether images are cut as the tower takes them: in another order it would see another image. Raises UserError."""
+    temporal = tower.count("temporal_patch_size", 2)
+    # The defaults of transformers' Qwen2VLImageProcessor.
+    for key, default, wanted in (
+        ("patch_size", 14, patch_size(tower)),
+        ("merge_size", 2, merge),
+        ("temporal_patch_size", 2, temporal),
+    ):
+        if (value := said.count(key, default)) != wanted:
+            said.refuse(key, value, f"{wanted}, as the vision_config of config.json has it, is wanted")
 
 
 def load_vision(folder: Path) -> Vision:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from PIL import Image as Pillow
 from megarl.agents import observations, observer
 from megarl.agents.environment import EnvironmentFailedError
 from megarl.agents.environment_processes import EnvironmentProcesses
-from megarl.agents.observations import as_parts, sendable, sendable_answer
+from megarl.agents.observations import as_parts, sendable, sendable_answer, sendable_parts
 from megarl.agents.observer import Observer
 from megarl.agents.template import ChatTemplate
 from megarl.agents.tool_use import ToolUse
@@ -346,6 +347,26 @@ def test_images_of_pil_among_a_tools_texts_are_shown_and_within_its_json_are_ref
     with pytest.raises(ValueError, match="there is an image of PIL within what it gave"):
         as_content([image, 5])
     assert as_content({"at": Path("a")}) == '{"at":"a"}'
+
+
+def test_what_a_coroutine_gives_is_written_to_a_file_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes a second for an image of 14 million pixels, in which no other episode would go on."""
+    image, threads = Pillow.open(io.BytesIO(ONE)), []
+
+    async def look() -> Any:
+        return image
+
+    def looked() -> Any:
+        return look()
+
+    def noted(given: Any) -> Any:
+        threads.append(threading.current_thread())
+        return sendable_parts(given)
+
+    monkeypatch.setattr(observations, "sendable_parts", noted)
+    for function in (look, looked):
+        assert asyncio.run(Tool(function).call("{}", 9.0))[0]["type"] == "image"
+    assert len(threads) == 2 and threading.main_thread() not in threads
 
 
 def played_apart(folder: Path, wrong: str = "") -> tuple[Sample, SeeingPolicy]:

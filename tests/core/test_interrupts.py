@@ -272,3 +272,23 @@ def test_there_is_no_moment_in_which_a_signal_ends_the_process_before_it_is_clos
         process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=10)
     assert (process.returncode, out) == (0, "closed\n130\n" if seconds else "closed\n")
+
+
+BESIDE = """
+import asyncio, os, signal, threading
+from megarl.core.interrupts import Interrupts
+
+async def main():
+    heard, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR2, heard.set)
+    with Interrupts():
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        await asyncio.wait_for(heard.wait(), 30)
+
+asyncio.run(main())
+print("up", flush=True)
+"""
+
+
+def test_an_event_loop_that_heard_signals_before_hears_them_meanwhile() -> None:
+    assert start(BESIDE).wait(60) == 0

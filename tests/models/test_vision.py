@@ -178,6 +178,20 @@ def test_a_folder_that_does_not_say_how_images_come_is_refused(tmp_path: Path) -
     assert vision is not None and (vision.least_pixels, vision.most_pixels) == (56 * 56, 28 * 28 * 1280)
 
 
+@pytest.mark.parametrize(("key", "value"), [("patch_size", 16), ("merge_size", 4), ("temporal_patch_size", 1)])
+def test_a_folder_that_cuts_images_otherwise_than_its_tower_takes_them_is_refused(
+    key: str, value: int, tmp_path: Path
+) -> None:
+    folder = write_tiny_vision_model(tmp_path / "model")
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps({**settings, key: value}))
+    wanted = (
+        rf"preprocessor_config\.json: {key} is {value}; \d+, as the vision_config of config\.json has it, is wanted"
+    )
+    with pytest.raises(UserError, match=wanted):
+        load_model_config(folder)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [

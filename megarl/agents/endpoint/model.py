@@ -132,6 +132,15 @@ class Model:
         if self.observer.blind and in_parts(told):
             raise RefusedError(f"There is an image in the messages, and {self.observer.blind}.", param="messages")
 
+    def check_without_places(self, token_ids: TokenArray) -> None:
+        """Raises RefusedError for a place of an image in a prompt that brings none: the model would see nothing there."""
+        if (token := self.observer.first_place(token_ids)) is not None:
+            raise RefusedError(
+                f"The prompt has the token {token}, which stands for an image or a video, and completions carry none. Leave it "
+                "out, or send images by /chat/completions.",
+                param="prompt",
+            )
+
     def first_ids(self, prompt: str | list[int]) -> TokenArray:
         """A first prompt without template: a text, or token ids. Raises RefusedError for ids that the model does not have."""
         if isinstance(prompt, str):

@@ -127,6 +127,7 @@ class EpisodeSession:
             self._check_open("completions")
             prompt = request.text_or_ids
             extension = self._text.extended(prompt, self._choices, self._model)
+            self._model.check_without_places(extension.ids)
             if self._choices:
                 self._commit(self._choices[extension.chosen])
             said = _Said(extension.ids, [{"role": "user", "content": extension.shown}], extension.shown)

@@ -19,7 +19,7 @@ from megarl.rollout.pictures import Pictures
 from megarl.rollout.tasks import GroupTask
 from tests.agents.drawing import data_url
 from tests.agents.endpoint.harnesses import MODEL, harnessed
-from tests.agents.looking import OBSERVER, SIGHT, TOKENIZER, SeeingPolicy, as_png, assert_seen, row
+from tests.agents.looking import END, OBSERVER, SIGHT, TOKENIZER, SeeingPolicy, as_png, assert_seen, row
 from tests.support.sight import picture
 
 ONE, TWO = picture(8, 4), picture(9, 9, 1)
@@ -166,3 +166,25 @@ def test_a_rows_messages_as_they_are_show_the_model_nothing_and_are_refused() ->
 def test_a_harness_is_told_where_the_images_of_its_row_are(tmp_path: Path) -> None:
     told = EpisodeRow("r", ({"role": "user", "content": "<image>"},), "", {}, 1, (tmp_path / "a.png", b"abc"))
     assert json.loads(row_json(told))["images"] == [str(tmp_path / "a.png"), "data:;base64,YWJj"]
+
+
+def test_completions_have_no_places_of_images_as_they_bring_none() -> None:
+    """Neither spelled nor as ids; those that the policy wrote itself are its own."""
+    image_token = SIGHT.image_token
+    wrote = SeeingPolicy([image_token, END])
+    refused: list[str] = []
+
+    async def completes(client: AsyncOpenAI, told: EpisodeRow) -> Done:
+        first = TOKENIZER("ab")["input_ids"]
+        for wrong in ("a<|image_pad|>b", [*first, image_token]):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.completions.create(model=MODEL, prompt=wrong)
+            refused.append(str(caught.value))
+        await client.completions.create(model=MODEL, prompt=first)
+        await client.completions.create(model=MODEL, prompt=[*first, image_token, END, *first])
+        return Done(1.0)
+
+    [sample] = harnessed(wrote, completes, prompt=row("<image>", ONE), tokenizer=TOKENIZER, observer=OBSERVER)
+    assert sample.status is Status.COMPLETED and sample.numbers["turns"] == 2.0 and sample.shown == ()
+    says = f"The prompt has the token {image_token}, which stands for an image or a video, and completions carry none"
+    assert len(refused) == 2 and all(says in each for each in refused)
