@@ -10,6 +10,11 @@ def patch_size(tower: Fields) -> int:
     return tower.count("patch_size", 16 if _is_later(tower) else 14)
 
 
+def tower_width(tower: Fields) -> int:
+    """`hidden_size`, which is that of the text part in Qwen2-VL. Raises UserError."""
+    return tower.count("hidden_size", 1152 if _is_later(tower) else 3584)  # transformers' defaults
+
+
 def tower_elements(tower: Fields) -> int:
     """Of a `vision_config`, as transformers builds it of Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen3.5. Raises UserError."""
     if "embed_dim" in tower.raw:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.hf_fields import Fields
-from megarl.models.tower_size import patch_size, tower_elements
+from megarl.models.tower_size import patch_size, tower_elements, tower_width
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR, IMAGE_PROCESSOR = "processor_config.json", "image_processor"  # as transformers 5 writes both into one file
@@ -40,7 +40,8 @@ class Vision:
     most_pixels: of an image, which is made larger or smaller until it has as many. axes: of a head's frequencies, how many turn
     by a token's place in time, by its row, and by its column. interleaved: these take turns, as far as they go. deepstack: how
     many of the first layers add what the tower saw earlier to the hidden states of images (Qwen3-VL). tower_elements: of its
-    weights. video_token: a server takes it for a place of a video, of which megarl has none.
+    weights. tower_width: by which a server counts how large it is. video_token: a server takes it for a place of a video, of
+    which megarl has none.
     """
 
     image_token: int
@@ -53,6 +54,7 @@ class Vision:
     interleaved: bool = False
     deepstack: int = 0
     tower_elements: int = 0
+    tower_width: int = 1024
     video_token: int | None = None
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
@@ -155,6 +157,7 @@ def parse_vision(raw: Mapping[str, Any], path: Path, processor: Mapping[str, Any
         interleaved=rope.flag("mrope_interleaved", False),
         deepstack=len(tower.counts("deepstack_visual_indexes")),
         tower_elements=tower_elements(tower),
+        tower_width=tower_width(tower),
         video_token=fields.count("video_token_id", least=0) if "video_token_id" in fields.raw else None,
     )
 

@@ -25,6 +25,11 @@ LARGE, LEAST = 60 * 1024, 10 * 1024
 # Lengths of prompts that graphs are captured for (arg_groups/cuda_graph_hook.py): first, last, from one to the next.
 PROMPTS = ((4, 32, 4), (48, 256, 16), (288, 512, 32), (576, 1024, 64), (1280, 4096, 256), (4608, LARGEST_CHUNK, 512))
 
+# Of models that see images, for which it captures no graphs of prompts but where attention is linear (configs/model_config.py):
+# what its share is multiplied by, and how much less of that for each time that a tower is as large again as one 1024 wide, within
+# these bounds.
+SEEING, WIDTH, LESS, LESS_BOUNDS = 0.95, 1024, 0.1, (0.8, 1.05)
+
 
 def further_bytes(choice: Servers, cluster: Cluster) -> Any:
     """[N] bytes that a server's rank holds more of, because it has others to talk to."""
@@ -63,7 +68,12 @@ def chosen_share(config: ModelConfig, tp: int, cluster: Cluster, max_running: in
     longest = min(LATENT_CHUNK if latent else chunk, most_tokens or LARGEST_CHUNK)
     graphs = sum(length <= longest for first, last, by in PROMPTS for length in range(first, last + 1, by))
     reserved = METADATA + TOKEN * chunk + RANK * tp + SEQUENCE * max_running
-    reserved += LATENT_GRAPHS if latent else PROMPT_GRAPH * graphs
+    if config.vision is None or config.linear_layers:
+        reserved += LATENT_GRAPHS if latent else PROMPT_GRAPH * graphs
     if memory > LARGE:
         reserved = max(reserved, LEAST)
-    return float(np.round((memory - reserved) / memory, 3))
+    share = float(np.round((memory - reserved) / memory, 3))
+    if config.vision is None:
+        return share
+    wider = (config.vision.tower_width / WIDTH) ** 2 - 1
+    return share * SEEING * float(np.clip(1 - LESS * wider, *LESS_BOUNDS))

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from megarl.core.platform import get_platform
+from megarl.placement.cluster import make_cluster
+from megarl.placement.server_share import chosen_share
+from megarl.placement.workload import read_model
 from megarl.serving.server import ServerSpec
+from megarl.serving.server_flags import SPARE_TOKENS
 from megarl.serving.server_models import IMAGE_ENV, IMAGE_FLAGS, KEPT_WEIGHTS, VARIABLE, max_positions, unused_models
 from tests.serving.test_cuda_flags import SLEEPS, settled
 from tests.support.large_vision import LARGE, write_large_vision
@@ -74,11 +78,18 @@ def test_the_longest_context_of_a_text_part_is_that_of_the_model(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.needs("SGLang")
 def test_sglang_takes_what_large_models_that_see_are_told(tmp_path: Path) -> None:
-    asked = {}
+    asked, planned = {}, {}
     for name in LARGE:
         spec = ServerSpec(write_large_vision(tmp_path / name, name), "bfloat16")
-        for form, differs in FORMS.items() if LARGE[name][0] in (QWEN2_5, QWEN3) else [ASLEEP]:
-            asked[f"{name} {form}"] = replace(spec, **differs).words(CUDA, "127.0.0.1", 30000)
+        for form, differs in FORMS.items() if LARGE[name][0] in (QWEN2_5, QWEN3) else [("apart", {}), ASLEEP]:
+            each = replace(spec, **differs)
+            asked[f"{name} {form}"] = each.words(CUDA, "127.0.0.1", 30000)
+            tokens = None if each.kv_tokens is None else each.kv_tokens + SPARE_TOKENS
+            if form == ASLEEP[0]:
+                continue  # whose share is told
+            planned[f"{name} {form}"] = chosen_share(
+                read_model(spec.model), each.tp, make_cluster("H100", 1), each.max_running_requests, tokens
+            )
     found = settled("H100", asked)
     assert {name: each["problem"] for name, each in found.items()} == dict.fromkeys(asked)
     for name, each in found.items():
@@ -90,3 +101,5 @@ def test_sglang_takes_what_large_models_that_see_are_told(tmp_path: Path) -> Non
         assert settings["mm_preprocess_cache_size_mb"] == (64 if "own" in name else 512), name
         assert settings["attention_backend"] == "fa3", name
         assert settings["enable_weights_cpu_backup"] is ("asleep" in name), name
+    shares = {name: each["settled"]["mem_fraction_static"] for name, each in found.items() if name in planned}
+    assert planned == pytest.approx(shares, abs=0.002)
