@@ -11,12 +11,6 @@ MOUNTS = Path("/sys/fs/cgroup")
 CLOSE_S = 2.0
 
 
-def counted(mounts: Path = MOUNTS) -> list[str]:
-    """Files that a process writes its number into, to be counted by the Clock of this one, where that has a control group."""
-    files = (parent / f"tests-{os.getpid()}" / "cgroup.procs" for parent in (mounts / "cpuacct", mounts))
-    return [str(file) for file in files if file.exists()]
-
-
 class Clock:
     """Counts from where it is made: of this process and of all processes that begin below it from now on.
 

@@ -24,19 +24,8 @@ from typing import Any
 import pytest
 
 from megarl.sandbox.kernel import die_with_parent
-from tests.support import forked_workers
-from tests.support.cpu_seconds import counted
 from tests.support.platforms import chosen, lacking_devices
 
-# A copy is no child of the test's process: its seconds are counted there if it says so.
-MAKER = """
-import os
-from pathlib import Path
-for file in {counted}:
-    Path(file).write_text(str(os.getpid()))
-from tests.support import forked_ranks
-forked_ranks.main()
-"""
 GRACE_S = 10.0  # for the others to end by themselves, once a rank has failed
 
 
@@ -48,11 +37,11 @@ class Ranks:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [*forked_workers.command(), "-u", "-c", MAKER.format(counted=counted())],
+            [sys.executable, "-m", "tests.support.forked_ranks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            process_group=0,
+            start_new_session=True,
         )
 
     def run(self, module: str, count: int, *words: object, log: Path, deadline_s: float = 240.0) -> str:
@@ -132,7 +121,7 @@ def _start_of(module: str) -> Any:
 
 
 def main() -> None:
-    """Load, then fork whatever is asked for on standard input, until whoever asks has ended."""
+    """Load, then fork whatever is asked for on standard input. Where a test's process is ended, so is everybody here."""
     die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer

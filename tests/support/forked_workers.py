@@ -2,7 +2,6 @@
 
 xdist starts a worker by a command, whose standard input and output it talks through. That command is this file: it hands the
 two to the process that makes copies, and waits for its copy. Where nobody makes any, it becomes a worker of the usual kind.
-A worker may have more copies made, for its ranks (forked_ranks.py).
 
     python forked_workers.py SOCKET -u -c CODE
 
@@ -23,19 +22,12 @@ from contextlib import contextmanager
 from types import ModuleType
 
 CODE_BYTES = 2**16
-VARIABLE = "MEGARL_TESTS_COPIES"  # in workers: the socket
 _collecting_s = 0.0
 
 
 def collecting_s() -> float:
     """Seconds of a processor that the process it was copied from had taken: in the first copy, so that they are counted once."""
     return _collecting_s
-
-
-def command(path: str | None = None) -> list[str]:
-    """Of a python that is a copy where somebody makes some. path: the socket, by default that of this worker."""
-    path = path or os.environ.get(VARIABLE)
-    return [sys.executable, *(["-I", __file__, path] if path else [])]
 
 
 @contextmanager
@@ -52,10 +44,9 @@ def copies(folder: str, words: Sequence[str]) -> Iterator[str]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[listening.fileno()],
-            env={**os.environ, VARIABLE: path},
         )
     try:
-        yield shlex.join(command(path))
+        yield shlex.join([sys.executable, "-I", __file__, path])
     finally:
         collector.kill()
         collector.wait()
@@ -66,8 +57,7 @@ def hand_over(path: str, words: list[str]) -> None:
     try:
         with socket.socket(socket.AF_UNIX) as maker:
             maker.connect(path)
-            told = {"code": words[-1], "group": os.getpgrp()}
-            socket.send_fds(maker, [json.dumps(told).encode()], [0, 1, 2])
+            socket.send_fds(maker, [json.dumps(words[-1]).encode()], [0, 1, 2])
             pid = int(maker.recv(32) or b"0")
             copy = os.pidfd_open(pid) if pid else -1
             maker.sendall(b"seen")  # until then it has not ended, or is there as one that has
@@ -98,7 +88,7 @@ def main(listening: socket.socket, words: list[str]) -> None:
             listening.close()
             asking.close()
             die_with_parent()
-            _work(**json.loads(told), files=files)
+            _work(json.loads(told), files)
             return
         _collecting_s = 0.0
         for file in files:
@@ -108,9 +98,8 @@ def main(listening: socket.socket, words: list[str]) -> None:
             asking.recv(4)
 
 
-def _work(code: str, group: int, files: list[int]) -> None:
-    """As `python -u -c CODE`, with these as its standard files, in the group of processes of who asked."""
-    os.setpgid(0, group)
+def _work(code: str, files: list[int]) -> None:
+    """As `python -u -c CODE`, with these as its standard files."""
     for target, file in enumerate(files):
         os.dup2(file, target)
         os.close(file)
