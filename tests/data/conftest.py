@@ -9,6 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from megarl.models.vision import Vision
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
@@ -54,3 +56,19 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, chat_tokenizer: Any) 
     folder = tmp_path_factory.mktemp("model")
     chat_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Of a model that sees images."""
+    from tests.support.sight import seeing_tokenizer  # which imports make_tokenizer from here
+
+    return seeing_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def sight(tokenizer: Any) -> Vision:
+    """How that model sees them."""
+    from tests.support.sight import sight_for
+
+    return sight_for(tokenizer)

@@ -21,7 +21,7 @@ from megarl.data.row_set import RowSet
 from megarl.data.unpaired import Unpaired, check_unpaired, load_unpaired, mismatched
 from megarl.models.vision import Vision
 from megarl.recipe.supervised import PairData, UnpairedData
-from tests.support.sight import picture, seeing_tokenizer, sight_for
+from tests.support.sight import picture
 
 OPENS, CLOSES = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -42,16 +42,6 @@ TRL = {
     "rejected": said("assistant", part("blue")),
     "images": ["a.png", "b.png"],
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return seeing_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def sight(tokenizer: Any) -> Vision:
-    return sight_for(tokenizer)
 
 
 @pytest.fixture

@@ -23,16 +23,6 @@ OPENS, CLOSES = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return seeing_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def sight(tokenizer: Any) -> Vision:
-    return sight_for(tokenizer)
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     for name, width in (("a", 8), ("b", 12)):

@@ -32,16 +32,6 @@ THINKING = TEMPLATE.replace(
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return seeing_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def sight(tokenizer: Any) -> Vision:
-    return sight_for(tokenizer)
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """Images of two, three and four squares."""
