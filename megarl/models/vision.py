@@ -41,7 +41,9 @@ class Vision:
     by a token's place in time, by its row, and by its column. interleaved: these take turns, as far as they go. deepstack: how
     many of the first layers add what the tower saw earlier to the hidden states of images (Qwen3-VL). tower_elements: of its
     weights. tower_width: by which a server counts how large it is. video_token: a server takes it for a place of a video, of
-    which megarl has none.
+    which megarl has none. tower: the tensors of a tower that is a part of the model, because it learns: names behind `visual.`,
+    and shapes. Without any it stands in front of the model, frozen. newer_names: of such a model's folder, as
+    `multimodal.whole_name` has them.
     """
 
     image_token: int
@@ -56,6 +58,8 @@ class Vision:
     tower_elements: int = 0
     tower_width: int = 1024
     video_token: int | None = None
+    tower: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    newer_names: bool = False
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """Width and height at which an image of this size comes to the model. Raises ValueError for one that is too narrow."""

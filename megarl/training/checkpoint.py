@@ -28,10 +28,10 @@ from megarl.models.all_gather import all_gather_objects
 from megarl.models.config import ModelConfig
 from megarl.models.hf_beside import copy_beside
 from megarl.models.hf_dtypes import ModelDtype, StoredDtype
-from megarl.models.hf_files import tower_index
 from megarl.models.hf_save import CONFIG, write_config
 from megarl.models.hf_weights import BUFFERS
 from megarl.models.tensor_copy import write_tensors
+from megarl.models.tower_files import tower_index
 from megarl.recipe.roles import Lora, Optimizer
 from megarl.recipe.section import Section
 from megarl.training.checkpoint_files import RankStrategy, check_metadata
@@ -130,7 +130,7 @@ class PendingSave:
         config = self._meta.config
         write_config(self._meta.source / CONFIG, target / CONFIG, self._meta.dtype, config)
         copy_beside(self._meta.source, target, sees=config.vision is not None)
-        if config.vision is not None:
+        if config.vision is not None and not config.vision.tower:  # else it is in the weights
             write_tensors(target / TOWER, tower_index(self._meta.source))
         others = [path for path in sorted(self._folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
         names = [str(path.relative_to(self._folder)) for path in others]
@@ -145,6 +145,7 @@ class PendingSave:
             total_steps=self._meta.total_steps,
             lora=_plain(self._meta.lora),
             stored=dict(self._meta.stored),
+            newer_names=config.vision is not None and config.vision.newer_names,
             versions={name: installed(name) or "unknown" for name in ("megarl", "megatron-core", "torch")},
             tensors=self._strategy.tensors(),
             files={name: sums[name] for name in names},

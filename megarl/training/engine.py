@@ -388,6 +388,8 @@ class Engine:
         """Read what `save` wrote, at the same or another layout; every rank calls it."""
         with self._awake("params", "optimizer"):
             load_checkpoint(folder, self._chunks, *self._trained())
+        if self._images is not None:
+            self._images.forget()
 
     def _trained(self) -> tuple[Any, Any]:
         """Optimizer and schedule; None for a frozen role."""

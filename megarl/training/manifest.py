@@ -20,6 +20,7 @@ from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import parse_model_config
 from megarl.models.hf_dtypes import ModelDtype, StoredDtype
+from megarl.models.rules import TOWER as TOWER_PART
 
 MANIFEST, HF_FOLDER = "megarl.json", "hf"
 TOWER = "tower.safetensors"  # beside that config, of a model that sees images: what is not of its text part
@@ -44,6 +45,7 @@ class Manifest:
     any other may read them. optimizer: its section of the recipe, None where there are only weights. total_steps: that
     its schedule was laid out for. lora: the adapters' section of the recipe. stored: HF tensors that came in another
     dtype than `dtype`, and are written back in it (models/hf_dtypes.py).
+    newer_names: of the HF folder that a model with a vision tower in it is written back to (`Vision`).
     versions: of megarl, megatron-core and torch. tensors: by Megatron's global name. files: relative path to size and
     checksum, of everything but this file.
     """
@@ -60,6 +62,7 @@ class Manifest:
     tensors: dict[str, TensorEntry]
     files: dict[str, FileSum]
     stored: dict[str, StoredDtype] = field(default_factory=dict)
+    newer_names: bool = False
     format: int = FORMAT
 
     @property
@@ -108,9 +111,17 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The config of a folder that need not hold weights or a tokenizer. Raises UserError where it is broken."""
+    """The config of a folder that need not hold weights or a tokenizer. Raises UserError where it is broken.
+
+    Of the HF_FOLDER of a checkpoint it is the model's that was saved: with the vision tower where that learned with it.
+    """
     path = folder / "config.json"
-    return parse_model_config(read_object(path, "The model's folder is damaged: copy or write it again."), path)
+    config = parse_model_config(read_object(path, "The model's folder is damaged: copy or write it again."), path)
+    if config.vision is None or not (folder.parent / MANIFEST).is_file():
+        return config
+    manifest = read_manifest(folder.parent)
+    tower = {name.partition(TOWER_PART)[2]: each.shape for name, each in manifest.tensors.items() if TOWER_PART in name}
+    return config.with_tower(tower, newer_names=manifest.newer_names)
 
 
 def checkpoint_damage(folder: Path, *, read: bool) -> list[str]:

@@ -25,6 +25,7 @@ from megarl.core.ports import kept_port
 from megarl.core.progress import Progress
 from megarl.core.types import Column, FloatArray, MiniBatch, MiniBatches, Shard
 from megarl.models.hf_config import load_model_config
+from megarl.models.tower_files import with_tower
 from megarl.recipe.section import Part
 from megarl.training.manifest import read_model_config
 from megarl.training.spec import RoleSpec
@@ -123,6 +124,8 @@ class Rank:
         config = load_model_config(spec.folder) if spec.load_weights else read_model_config(spec.folder)
         if spec.head == "score":
             config = config.with_score_head()
+        if spec.trains_tower:
+            config = with_tower(config, spec.folder)
         groups = self.groups_of(spec.layout)
         self._engines[role] = Engine(config, spec, groups, self.platform, self.seed, self._progress)
         if spec.objective is not None:

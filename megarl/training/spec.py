@@ -101,3 +101,8 @@ class RoleSpec:
     load_weights: bool = True
     head: Literal["vocabulary", "score"] = "vocabulary"
     stored: Mapping[str, StoredDtype] = field(default_factory=dict)
+
+    @property
+    def trains_tower(self) -> bool:
+        """Whether a vision tower is a part of the model, and learns with it."""
+        return self.optimizer is not None and not self.optimizer.freeze_vision_tower
