@@ -98,8 +98,8 @@ KEPT_WEIGHTS = "--enable-weights-cpu-backup"
 # into chunks and for samples that begin later: of 10,000 tokens of 4096 numbers it is 80, and of Qwen3-VL four times that.
 SEEN_MB = "SGLANG_VLM_CACHE_SIZE_MB"
 IMAGE_ENV = {"SGLANG_MM_AVOID_RETOKENIZE": "1", SEEN_MB: "512"}
-# Of a tower that learns nothing is kept: SGLang knows what it said by the image alone, and goes on with it when other weights have
-# come and its caches have been flushed (0.5.21, managers/mm_schedule.py: embedding_cache).
+# Of a tower that learns nothing is kept: SGLang knows what it said by the image alone, and goes on with it when other weights
+# have come and its caches have been flushed (0.5.21, managers/mm_schedule.py: embedding_cache).
 NOT_KEPT = {SEEN_MB: "0"}
 # Of which SGLang reads RoPE's base and share at the top alone, and else takes 10000 and a quarter (models/qwen3_next.py).
 AT_TOP, QUARTER = "Qwen3NextForCausalLM", 0.25

@@ -42,7 +42,7 @@ def engine_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class TowerServer:
-    """A server's tower. heads: of its attention. filled: its sizes are filled up, as on a CPU, where they do not suit the ranks."""
+    """A server's tower. heads: of its attention. filled: sizes that do not suit the ranks are filled up, as on a CPU."""
 
     tp: int
     heads: int

@@ -7,16 +7,21 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megarl.cluster.weight_sync import TOLERANCES
+from megarl.core.errors import SyncError
 from megarl.serving.client import ServerClient
+from megarl.serving.images import SentImages
 from megarl.serving.server_models import SEEN_MB
+from megarl.sync.verify import probe_servers, split_column, verify
 from tests.support.forked_servers import Copies
 from tests.support.hashes import differing
 from tests.support.platforms import chosen
 from tests.support.seeing import Seeing, Shown, seeing
 from tests.support.served import NEEDS
-from tests.support.vision import QWEN2, QWEN2_5, QWEN3, QWEN3_MOE, Architecture, png
+from tests.support.vision import QWEN2, QWEN2_5, QWEN3, QWEN3_MOE, png
 from tests.sync.given import BroadcastBuckets
 from tests.sync.written import DiskBuckets, SharedBuckets
 
@@ -59,6 +64,17 @@ def off(seen: Seeing) -> float:
     return asyncio.run(asked())
 
 
+def wrong_by(seen: Seeing) -> float:
+    """What the probe of a sync finds, which has an image. Raises SyncError where the tower is another."""
+    shown = prompt(seen)
+    probe, images = [[5, 6, 7, 8], shown.ids], SentImages(tuple(shown.images), seen.reference.vision.image_token)
+    answers = asyncio.run(probe_servers([seen.endpoint], probe, 60.0, images))
+    assert answers.failed == {}
+    said = [seen.reference.logprobs(probe[0], []), seen.reference.logprobs(shown.ids, shown.images)]
+    column = np.concatenate([np.append(row, np.float32(0)) for row in said])
+    return verify(split_column(column, probe, images), answers.logprobs, TOLERANCES["float32"], 1)
+
+
 def differs(seen: Seeing) -> list[str]:
     """Tensors of the server that are not the trainer's."""
     trainer = seen.reference
@@ -85,9 +101,11 @@ def test_a_server_sees_with_the_weights_of_the_tower_that_were_sent(
         wrong = differs(learning)
         assert wrong and all(name.startswith("visual.") for name in wrong)
         assert off(learning) > 1e-3
+        with pytest.raises(SyncError, match="did not arrive as it was sent on server"):
+            wrong_by(learning)
         report = sender.send(lambda: iter(trainer.buckets(tower=True)), version, [learning.endpoint])
         assert report is not None and report.failed == {}
-        assert differs(learning) == [] and off(learning) < CLOSE
+        assert differs(learning) == [] and off(learning) < CLOSE and wrong_by(learning) < CLOSE
     sender.close()
 
 
