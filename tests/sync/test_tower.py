@@ -5,23 +5,31 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.cluster.weight_sync import TOLERANCES
 from megarl.core.errors import SyncError
+from megarl.models.hf_config import load_model_config
+from megarl.models.tower_files import with_tower
 from megarl.serving.client import ServerClient
 from megarl.serving.images import SentImages
+from megarl.serving.server import ServerSpec
 from megarl.serving.server_models import SEEN_MB
+from megarl.sync.hashes import ExpectedSums, differences
 from megarl.sync.verify import probe_servers, split_column, verify
 from tests.support.forked_servers import Copies
 from tests.support.hashes import differing
 from tests.support.platforms import chosen
-from tests.support.seeing import Seeing, Shown, seeing
+from tests.support.seeing import HfVision, Seeing, Shown, seeing
 from tests.support.served import NEEDS
-from tests.support.vision import QWEN2, QWEN2_5, QWEN3, QWEN3_MOE, png
+from tests.support.sglang_held import sums_of
+from tests.support.vision import QWEN2, QWEN2_5, QWEN3, QWEN3_MOE, Architecture, png, write_tiny_vision_model
 from tests.sync.given import BroadcastBuckets
 from tests.sync.written import DiskBuckets, SharedBuckets
 
@@ -128,3 +136,32 @@ def test_sglang_goes_on_with_the_old_tower_where_it_keeps_what_that_said(copies:
 
         asyncio.run(flush())
         assert off(found) > 1e-3
+
+
+# Sizes that ranks do not share evenly, and positions that fill up a table: heads of two ranks in four, and an MLP of odd width.
+ODD: dict[str, dict[str, Any]] = {
+    QWEN2: {},
+    QWEN2_5: {"intermediate_size": 44},
+    QWEN3: {"intermediate_size": 44, "num_position_embeddings": 81},
+    QWEN3_MOE: {"intermediate_size": 44, "num_position_embeddings": 81},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "tp", "devices"),
+    [(name, 2, devices) for name in ODD for devices in (False, True)] + [(name, 4, False) for name in (QWEN2_5, QWEN3)],
+)
+def test_what_the_ranks_of_a_server_would_hold_of_the_tower_is_known(
+    architecture: Architecture, tp: int, devices: bool, copies: Copies, tmp_path: Path
+) -> None:
+    """devices: as SGLang's loaders cut weights there."""
+    model = write_tiny_vision_model(tmp_path / "model", architecture, tower=ODD[architecture])
+    (tmp_path / "ranks").mkdir()
+    found = sums_of(copies, ServerSpec(model, "float32", tp=tp), tmp_path / "ranks", as_on_devices=devices)
+    platform = replace(chosen(), pads_weights=not devices)
+    expected = ExpectedSums(with_tower(load_model_config(model), model), [tp], torch.float32, platform)
+    trainer = HfVision(model, architecture)
+    for name, tensor in (*trainer.sent_tower(), *trainer.text()):
+        expected.add(name, tensor)
+    assert differences(expected.finish()[tp], found) == []
