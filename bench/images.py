@@ -66,12 +66,16 @@ def run(kind: str, tower: str, folder: Path, seed: int) -> dict[str, Any]:
 
 def moved(before: Path, after: Path) -> str:
     """How many of the tower's tensors are others than before."""
-    from safetensors import safe_open
+    was, found = (tensors(folder) for folder in (before, after))
+    tower = [name for name in was if "visual." in name]
+    return f"{sum(not was[name].equal(found[name]) for name in tower)} of {len(tower)}"
 
-    with safe_open(before / "model.safetensors", "pt") as was, safe_open(after / "model.safetensors", "pt") as found:
-        tower = [name for name in was.keys() if "visual." in name]  # noqa: SIM118 (no mapping)
-        changed = [name for name in tower if not was.get_tensor(name).equal(found.get_tensor(name))]
-    return f"{len(changed)} of {len(tower)}"
+
+def tensors(folder: Path) -> dict[str, Any]:
+    """Of an HF folder."""
+    from safetensors.torch import load_file
+
+    return {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
 
 
 def answers(model: Path, rows: Path) -> dict[str, float]:
