@@ -40,15 +40,17 @@ class Pass:
     seen: Seen | None = None
 
 
-def add_tower(chunks: Sequence[GPTModel], folder: Path, dtype: torch.dtype, device: str, *, summed: bool) -> None:
+def add_tower(
+    chunks: Sequence[GPTModel], folder: Path, dtype: torch.dtype, device: str, *, summed: bool, recomputed: bool
+) -> None:
     """Make a vision tower a part of the model, on the stage that has the embedding; what is in its weights is not set.
 
     folder: with its config. summed: ranks of tensor parallel see different squares (sequence parallel), so that its gradients
-    are sums over them.
+    are sums over them. recomputed: its blocks are computed again in backward.
     """
     for chunk in chunks:
         if chunk.pre_process:
-            chunk.vision_tower = make_tower(folder, dtype, device)
+            chunk.vision_tower = make_tower(folder, dtype, device, recomputed=recomputed)
             for parameter in chunk.vision_tower.parameters():
                 setattr(parameter, "sequence_parallel", summed)  # noqa: B010  (as Megatron marks its norms)
 

@@ -14,23 +14,24 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from megarl.core.layout import Layout
 from megarl.core.types import Picture
 from megarl.models.config import ModelConfig
 from megarl.models.seen import Seen, needs_features
 from megarl.models.vision_tower import Tower, load_tower, picture_key
 from megarl.training.batch import DeviceBatch
+from megarl.training.parallel import Groups
 from megarl.training.spec import RoleSpec
 
 
 class ImageFeatures:
     """Of one role on one rank. Without a tower where none of its layers needs features. learns: the tower does, too."""
 
-    def __init__(self, tower: Tower | None, layout: Layout, tp_rank: int, *, learns: bool = False) -> None:
-        self._tower, self._layout, self._tp_rank, self._learns = tower, layout, tp_rank, learns
+    def __init__(self, tower: Tower | None, groups: Groups, *, learns: bool = False) -> None:
+        self._tower, self._groups, self._learns = tower, groups, learns
         self._asked: dict[Hashable, _Asked] = {}
 
     @property
@@ -49,14 +50,18 @@ class ImageFeatures:
         if images is None:
             return None
         rows, squares = images.rows, images.squares
-        if self._layout.sequence_parallel:
-            part = batch.num_tokens // self._layout.tp
-            mine = rows // part == self._tp_rank
-            rows, squares = rows[mine] - self._tp_rank * part, squares[mine]
+        layout, tp_rank = self._groups.layout, self._groups.place.tp
+        if layout.sequence_parallel:
+            part = batch.num_tokens // layout.tp
+            mine = rows // part == tp_rank
+            rows, squares = rows[mine] - tp_rank * part, squares[mine]
         return Seen(images.positions, rows, self._features(images.pictures, squares))
 
     def learn(self) -> None:
-        """Behind a mini-batch's passes: the tower's gradients. Its weights then change: what is kept of images goes."""
+        """Behind a mini-batch's passes: the tower's gradients. Its weights then change: what is kept of images goes.
+
+        Collective over tensor parallel, also where a mini-batch shows no images.
+        """
         if self._tower is None or not self._learns:
             return
         with torch.enable_grad():
@@ -65,6 +70,19 @@ class ImageFeatures:
                 features.backward(asked.gradient.to(features.dtype))
         self._asked.clear()
         self._tower.forget()
+        if self._groups.layout.tp > 1 and not self._groups.layout.sequence_parallel:
+            self._agree()
+
+    def _agree(self) -> None:
+        """Give all ranks of tensor parallel the first one's gradients of the tower, which they have of the same squares.
+
+        On devices attention's backward adds up in no certain order: the towers of the ranks would drift apart.
+        """
+        assert self._tower is not None
+        first = dist.get_global_rank(self._groups.tp, 0)
+        for parameter in self._tower.module.parameters():
+            kept: Any = parameter  # as Megatron's data parallel has marked it
+            dist.broadcast(kept.main_grad, first, group=self._groups.tp)
 
     def _features(self, pictures: Sequence[Picture], squares: Tensor) -> Tensor | None:
         """[1 + deepstack, n, hidden], of these of all squares of the images."""
@@ -102,7 +120,7 @@ class _Asked:
 
 
 def make_image_features(
-    chunks: Sequence[Any], config: ModelConfig, spec: RoleSpec, dtype: torch.dtype, device: str, tp_rank: int
+    chunks: Sequence[Any], config: ModelConfig, spec: RoleSpec, dtype: torch.dtype, device: str, groups: Groups
 ) -> ImageFeatures | None:
     """With the role's tower where a virtual stage needs features; None for a model of text."""
     vision = config.vision
@@ -111,7 +129,7 @@ def make_image_features(
     # A model that is only converted sees nothing.
     wanted = spec.load_weights and any(needs_features(chunk, vision) for chunk in chunks)
     if not wanted:
-        return ImageFeatures(None, spec.layout, tp_rank)
+        return ImageFeatures(None, groups)
     learns = bool(vision.tower)
     module = chunks[0].vision_tower if learns else load_tower(spec.folder, dtype, device)
-    return ImageFeatures(Tower(module, spec.folder, dtype, device), spec.layout, tp_rank, learns=learns)
+    return ImageFeatures(Tower(module, spec.folder, dtype, device), groups, learns=learns)
