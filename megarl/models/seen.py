@@ -40,14 +40,16 @@ class Pass:
     seen: Seen | None = None
 
 
-def add_tower(chunks: Sequence[GPTModel], folder: Path, dtype: torch.dtype, device: str) -> None:
+def add_tower(
+    chunks: Sequence[GPTModel], folder: Path, dtype: torch.dtype, device: str, *, recomputed: bool
+) -> None:
     """Make a vision tower a part of the model, on the stage that has the embedding; what is in its weights is not set.
 
-    folder: with its config.
+    folder: with its config. recomputed: its blocks are computed again in backward.
     """
     for chunk in chunks:
         if chunk.pre_process:
-            chunk.vision_tower = make_tower(folder, dtype, device)
+            chunk.vision_tower = make_tower(folder, dtype, device, recomputed=recomputed)
 
 
 def needs_features(chunk: GPTModel, vision: Vision) -> bool:

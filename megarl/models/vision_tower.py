@@ -40,6 +40,8 @@ TOWERS = {
 }
 PROCESSOR = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 KEPT_BYTES = 2**29
+# As torch.utils.checkpoint takes it: towers draw no random numbers.
+RECOMPUTED = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 class Tower:
@@ -93,8 +95,11 @@ def _opened(picture: Picture) -> PIL.Image.Image:
     return PIL.Image.open(io.BytesIO(picture)) if isinstance(picture, bytes) else pixels(picture, picture.where)
 
 
-def make_tower(folder: Path, dtype: torch.dtype, device: str) -> Module:
-    """By a multimodal folder's config, on the device; what is in its weights is not set."""
+def make_tower(folder: Path, dtype: torch.dtype, device: str, *, recomputed: bool = False) -> Module:
+    """By a multimodal folder's config, on the device; what is in its weights is not set.
+
+    recomputed: of each block its input alone is kept for backward, while the module is in training.
+    """
     from transformers import CONFIG_MAPPING
     from transformers.initialization import no_init_weights
 
@@ -103,8 +108,11 @@ def make_tower(folder: Path, dtype: torch.dtype, device: str) -> Module:
     config = CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw)).vision_config
     make: Any = getattr(importlib.import_module(f"transformers.models.{module}"), name)
     with no_init_weights(), torch.device(device):
-        tower: Module = make._from_config(config, dtype=dtype, attn_implementation="sdpa")
-    return tower.eval()
+        tower = make._from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if recomputed:
+        tower.gradient_checkpointing_enable(RECOMPUTED)
+    module: Module = tower.eval()
+    return module
 
 
 def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Module:

@@ -39,7 +39,7 @@ from megarl.training.metrics import LossOutput, MetricSums
 from megarl.training.offload import PARTS, Offload, Part
 from megarl.training.optimizer import Stepper
 from megarl.training.parallel import Groups
-from megarl.training.schedule import Evaluate, finalize_without_scaling, num_fillers, run_schedule
+from megarl.training.schedule import Evaluate, num_fillers, run_schedule
 from megarl.training.spec import RoleSpec
 
 
@@ -255,7 +255,7 @@ class Engine:
             self._run(batches, evaluate, forward_only=False)
         else:
             # The other ranks sum their gradients now, and wait for this one's zeros.
-            finalize_without_scaling(self._wrapped, pg_collection=self._groups.collection)
+            self._chunks[0].config.finalize_model_grads_func(self._wrapped, pg_collection=self._groups.collection)
 
     def _apply(self, loss: Loss, batch: DeviceBatch, logits: Tensor, sums: MetricSums) -> LossOutput:
         """The loss of one micro-batch; what it reports is added to the sums."""
@@ -350,8 +350,7 @@ class Engine:
     def gradients(self, bucket_bytes: int) -> Iterator[Bucket]:
         """The gradients of the last update, after clipping, as `export_buckets` gives the weights.
 
-        They are whole only where the optimizer is not distributed (SGD): otherwise each rank keeps its share. None are
-        left where gradients are offloaded between operations.
+        Whole only where the optimizer is not distributed (SGD), and none where gradients are offloaded between operations.
         """
         self._require_stepper("gradients")
         yield from export_buckets(self._gatherer(main_grad), bucket_bytes)
@@ -387,7 +386,7 @@ class Engine:
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, at the same or another layout; every rank calls it."""
         with self._awake("params", "optimizer"):
-            load_checkpoint(folder, self._chunks, *self._trained())
+            load_checkpoint(folder, self._config, self._chunks, *self._trained())
         if self._images is not None:
             self._images.forget()
 

@@ -64,20 +64,24 @@ class ImageFeatures:
 
         Collective over tensor parallel, whose ranks then have the same gradients to the bit, however kernels round.
         """
-        if self._tower is None or not self._asked:
+        if self._tower is None or not self._learns:
             return
+        if self._asked:
+            self._learn_from(self._tower)
+        self._asked.clear()
+        self._tower.forget()  # an optimizer's momentum changes weights without any gradient, too
+
+    def _learn_from(self, tower: Tower) -> None:
         if self._layout.sequence_parallel:  # each rank has those of its own squares
             for asked in self._asked.values():
                 dist.all_reduce(asked.gradient, group=self._tp)
         with torch.enable_grad():
             for asked in list(self._asked.values())[self._tp_rank :: self._layout.tp]:
-                features = self._tower.see(asked.picture)
+                features = tower.see(asked.picture)
                 features.backward(asked.gradient.to(features.dtype))
         if self._layout.tp > 1:
-            for parameter in self._tower.module.parameters():
+            for parameter in tower.module.parameters():
                 dist.all_reduce(main_grad("", parameter), group=self._tp)
-        self._asked.clear()
-        self._tower.forget()
 
     def _features(self, pictures: Sequence[Picture], squares: Tensor) -> Tensor | None:
         """[1 + deepstack, n, hidden], of these of all squares of the images."""
