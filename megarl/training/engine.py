@@ -322,17 +322,24 @@ class Engine:
     def copy_from(self, other: Engine) -> None:
         """Take the weights of an engine of the same model and layout, bit for bit.
 
-        Raises MegarlError where the layouts differ, or where this one is in training: its optimizer keeps weights too.
+        Raises MegarlError where the layouts differ, where this one is in training (its optimizer keeps weights too), or where
+        one alone has its vision tower in the model.
         """
         if self._groups.layout != other._groups.layout:
             raise MegarlError(f"Weights of {other._groups.layout} cannot be copied into {self._groups.layout}.")
         if self._stepper is not None:
             raise MegarlError("Weights are copied into frozen roles only: an optimizer keeps its own.")
+        if self._config.vision != other._config.vision:
+            raise MegarlError(
+                "A vision tower is a part of one model alone: build both with it, or its weights stay behind."
+            )
         with other._awake("params"), self._awake("params"), torch.no_grad():
             for mine, theirs in zip(self._chunks, other._chunks, strict=True):
                 parameters = dict(theirs.named_parameters())
                 for name, parameter in mine.named_parameters():
                     parameter.copy_(parameters[name])
+        if self._images is not None:
+            self._images.forget()  # a tower among them would see otherwise
 
     @contextmanager
     def gatherer(self) -> Iterator[Gatherer]:
