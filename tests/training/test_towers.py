@@ -49,5 +49,5 @@ def test_a_reference_is_refreshed_with_the_tower_bit_for_bit(rank: Rank, archite
     rank.build("again", RoleSpec(folder, "float32", has_tower=True))
     rank.load("again", tmp_path / "saved")
     assert np.array_equal(column("again"), column("reference"))
-    with pytest.raises(MegarlError, match="vision tower is a part of one model alone"):
+    with pytest.raises(MegarlError, match="a tower's into one that has it too"):
         rank.copy_weights("actor", "in front")
