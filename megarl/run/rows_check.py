@@ -72,8 +72,8 @@ def check_tower_sees(recipe: AnyRecipe, path: Path, *, some: bool) -> None:
     shows = some or (isinstance(recipe, Recipe) and recipe.agent is not None)  # episodes may show others
     if towers and not shows and path == recipe.data.train:
         raise UserError(
-            f"{towers[0]}.optimizer.freeze_vision_tower: false lets a vision tower learn, and no row of {path} has an image in its "
-            f"field {recipe.data.images_key!r} (data.images_key). Name the field of images there, or remove the key."
+            f"{towers[0]}.optimizer.freeze_vision_tower: false lets a vision tower learn, and no row of {path} has an image in "
+            f"its field {recipe.data.images_key!r} (data.images_key). Name the field of images there, or remove the key."
         )
 
 
