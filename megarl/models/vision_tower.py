@@ -10,12 +10,14 @@ import importlib
 import io
 from collections import OrderedDict
 from collections.abc import Hashable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.checkpoint import checkpoint
 
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
@@ -40,8 +42,6 @@ TOWERS = {
 }
 PROCESSOR = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 KEPT_BYTES = 2**29
-# As torch.utils.checkpoint takes it: towers draw no random numbers.
-RECOMPUTED = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 class Tower:
@@ -108,11 +108,20 @@ def make_tower(folder: Path, dtype: torch.dtype, device: str, *, recomputed: boo
     config = CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw)).vision_config
     make: Any = getattr(importlib.import_module(f"transformers.models.{module}"), name)
     with no_init_weights(), torch.device(device):
-        tower = make._from_config(config, dtype=dtype, attn_implementation="sdpa")
+        tower: Module = make._from_config(config, dtype=dtype, attn_implementation="sdpa")
     if recomputed:
-        tower.gradient_checkpointing_enable(RECOMPUTED)
-    module: Module = tower.eval()
-    return module
+        _recompute_blocks(tower)
+    return tower.eval()
+
+
+def _recompute_blocks(tower: Module) -> None:
+    """As a whole model's `gradient_checkpointing_enable` does, which would look for embeddings of tokens as well."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # towers draw no random numbers
+    for block in tower.modules():
+        if isinstance(block, GradientCheckpointingLayer):
+            block.gradient_checkpointing, block._gradient_checkpointing_func = True, again
 
 
 def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Module:
