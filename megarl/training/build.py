@@ -74,8 +74,15 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
         aux_loss_coef=spec.aux_loss_coef,
     )
     if config.vision is not None and config.vision.tower:
-        summed, recomputed = groups.layout.sequence_parallel, spec.recompute == "full"
-        add_tower(chunks, spec.folder, dtype, platform.device, summed=summed, recomputed=recomputed)
+        add_tower(
+            chunks,
+            spec.folder,
+            dtype,
+            platform.device,
+            loads=spec.load_weights,
+            summed=groups.layout.sequence_parallel,
+            recomputed=spec.recompute == "full",
+        )
     if wide := wide_parameters(config, layer_spec(chunks), spec.dtype, spec.stored):
         hold_in_float32(chunks, wide, groups.layout, groups.rank)
     if spec.load_weights:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 # Loaded once, before the ranks are made of one process.
@@ -52,7 +51,9 @@ def steps(folder: Path, dp: int, index: int) -> list[Shard]:
     return [Shard((*every, *text)), Shard((*alone, *every)), Shard(part)]
 
 
-def run(rank: Rank, folder: Path, layout: Layout, options: dict[str, Any], target: Path, other: Path | None) -> dict[str, Any]:
+def run(
+    rank: Rank, folder: Path, layout: Layout, options: dict[str, Any], target: Path, other: Path | None
+) -> dict[str, Any]:
     """Three updates, with log-probs between them, and a checkpoint before the third; that one again from it, and from another."""
     spec = replace(seeing_spec(folder, layout, **options), optimizer=LEARNING)
     rank.build("actor", spec)
@@ -90,7 +91,9 @@ def main() -> None:
     for folder in map(Path, sys.argv[5:]):
         for case, (layout, options) in CASES[folder.name].items():
             if layout.world_size == size:
-                others = [each for each in CASES[folder.name] if each != case and (target / f"{folder.name} {each}").exists()]
+                others = [
+                    each for each in CASES[folder.name] if each != case and (target / f"{folder.name} {each}").exists()
+                ]
                 other = target / f"{folder.name} {others[-1]}" if others else None
                 found = run(rank, folder, layout, options, target / f"{folder.name} {case}", other)
                 torch.save(found, target / f"{folder.name} {case} {index}.pt")
