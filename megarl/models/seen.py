@@ -41,27 +41,18 @@ class Pass:
 
 
 def add_tower(
-    chunks: Sequence[GPTModel],
-    folder: Path,
-    dtype: torch.dtype,
-    device: str,
-    *,
-    loads: bool,
-    summed: bool,
-    recomputed: bool,
+    chunks: Sequence[GPTModel], folder: Path, dtype: torch.dtype, device: str, *, loads: bool, recomputed: bool
 ) -> None:
     """Make a vision tower a part of the model, on the stage that has the embedding; what is in its weights is not set.
 
-    folder: with its config. loads: the folder has its weights, too; raises UserError where they are not its config's. summed: ranks of tensor parallel see different squares (sequence parallel), so that its gradients
-    are sums over them. recomputed: its blocks are computed again in backward.
+    folder: with its config. loads: its weights are there too, and will be loaded. recomputed: its blocks are computed again in
+    backward. Raises UserError where the folder's tower is not its config's.
     """
     for chunk in chunks:
         if chunk.pre_process:
             chunk.vision_tower = make_tower(folder, dtype, device, recomputed=recomputed)
             if loads:
                 check_tower(chunk.vision_tower, folder)
-            for parameter in chunk.vision_tower.parameters():
-                setattr(parameter, "sequence_parallel", summed)  # noqa: B010  (as Megatron marks its norms)
 
 
 def needs_features(chunk: GPTModel, vision: Vision) -> bool:

@@ -40,10 +40,10 @@ class Vision:
     most_pixels: of an image, which is made larger or smaller until it has as many. axes: of a head's frequencies, how many turn
     by a token's place in time, by its row, and by its column. interleaved: these take turns, as far as they go. deepstack: how
     many of the first layers add what the tower saw earlier to the hidden states of images (Qwen3-VL). tower_elements: of its
-    weights. tower_width: by which a server counts how large it is. video_token: a server takes it for a place of a video, of
-    which megarl has none. tower: the tensors of a tower that is a part of the model, because it learns: names behind `visual.`,
-    and shapes. Without any it stands in front of the model, frozen. newer_names: of such a model's folder, as
-    `multimodal.whole_name` has them.
+    weights. tower_width: by which a server counts how large it is. tower_heads: of its attention. video_token: a server takes it
+    for a place of a video, of which megarl has none. tower: the tensors of a tower that is a part of the model, because it
+    learns: names behind `visual.`, and shapes. Without any it stands in front of the model, frozen. newer_names: of such a
+    model's folder, as `multimodal.whole_name` has them.
     """
 
     image_token: int
@@ -57,6 +57,7 @@ class Vision:
     deepstack: int = 0
     tower_elements: int = 0
     tower_width: int = 1024
+    tower_heads: int = 16
     video_token: int | None = None
     tower: tuple[tuple[str, tuple[int, ...]], ...] = ()
     newer_names: bool = False
@@ -162,6 +163,7 @@ def parse_vision(raw: Mapping[str, Any], path: Path, processor: Mapping[str, Any
         deepstack=len(tower.counts("deepstack_visual_indexes")),
         tower_elements=tower_elements(tower),
         tower_width=tower_width(tower),
+        tower_heads=tower.count("num_heads", 16),  # transformers' default
         video_token=fields.count("video_token_id", least=0) if "video_token_id" in fields.raw else None,
     )
 

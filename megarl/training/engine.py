@@ -322,17 +322,18 @@ class Engine:
     def copy_from(self, other: Engine) -> None:
         """Take the weights of an engine of the same model and layout, bit for bit.
 
-        Raises MegarlError where the layouts differ, or where this one is in training: its optimizer keeps weights too.
+        Raises MegarlError where the layouts differ, where this one is in training, or where one alone has a vision tower in it.
         """
         if self._groups.layout != other._groups.layout:
             raise MegarlError(f"Weights of {other._groups.layout} cannot be copied into {self._groups.layout}.")
-        if self._stepper is not None:
-            raise MegarlError("Weights are copied into frozen roles only: an optimizer keeps its own.")
+        if self._stepper is not None or self._config.vision != other._config.vision:
+            raise MegarlError("Weights are copied into frozen roles only, and a tower's into one that has it too.")
         with other._awake("params"), self._awake("params"), torch.no_grad():
             for mine, theirs in zip(self._chunks, other._chunks, strict=True):
-                parameters = dict(theirs.named_parameters())
-                for name, parameter in mine.named_parameters():
-                    parameter.copy_(parameters[name])
+                for parameter, value in zip(mine.parameters(), theirs.parameters(), strict=True):
+                    parameter.copy_(value)
+        if self._images is not None:
+            self._images.forget()  # what a tower saw with the weights before
 
     @contextmanager
     def gatherer(self) -> Iterator[Gatherer]:
@@ -376,10 +377,8 @@ class Engine:
 
         async_save: the files are written while training goes on; they are a checkpoint after `PendingSave.finish`.
         """
-        spec, layout = self._spec, self._groups.layout
-        meta = Saved(
-            spec.folder, self._config, layout, spec.dtype, spec.optimizer, spec.total_steps, spec.lora, spec.stored
-        )
+        own, layout = self._spec, self._groups.layout
+        meta = Saved(own.folder, self._config, layout, own.dtype, own.optimizer, own.total_steps, own.lora, own.stored)
         with self._awake("params", "optimizer"):
             return save_checkpoint(folder, self._chunks, *self._trained(), meta, async_save=async_save)
 

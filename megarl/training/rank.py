@@ -124,7 +124,7 @@ class Rank:
         config = load_model_config(spec.folder) if spec.load_weights else read_saved_config(spec.folder)
         if spec.head == "score":
             config = config.with_score_head()
-        if spec.trains_tower and (spec.load_weights or not (config.vision and config.vision.tower)):
+        if spec.holds_tower and (spec.load_weights or not (config.vision and config.vision.tower)):
             config = with_tower(config, spec.folder)
         groups = self.groups_of(spec.layout)
         self._engines[role] = Engine(config, spec, groups, self.platform, self.seed, self._progress)

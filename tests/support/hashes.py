@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megarl.models.hf_config import load_model_config
 from megarl.models.rules import expected_tensors
+from megarl.models.tower_files import with_tower
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.hashes import ExpectedSums, differences, server_sums
 from tests.support.platforms import chosen
@@ -36,12 +37,14 @@ def differing(
     dtype: torch.dtype = torch.float32,
     *,
     tensors: Mapping[str, Tensor] | None = None,
+    tower: bool = False,
 ) -> list[str]:
     """Tensors of the server that are not what the folder (or `tensors`, by HF's names) has; none where all bits are equal.
 
-    dtype: that the server was started with.
+    dtype: that the server was started with. tower: that of a model that sees is among them.
     """
     config = load_model_config(folder)
+    config = with_tower(config, folder) if tower else config
     expected = expected_tensors(config)
     sums = ExpectedSums(config, [server.tp], dtype, chosen())
     for name, tensor in tensors.items() if tensors is not None else tensors_in(folder):
