@@ -23,7 +23,7 @@ from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.core.types import Picture
 from megarl.data.images import pixels
-from megarl.models.hf_files import AGAIN, some
+from megarl.models.hf_files import AGAIN, TensorInfo, some
 from megarl.models.hf_read import HfReader
 from megarl.models.multimodal import tower_names
 from megarl.models.tower_files import tower_index
@@ -132,6 +132,17 @@ def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Module:
 
 
 def _fill(tower: Module, folder: Path) -> None:
+    index = check_tower(tower, folder)
+    names = tower_names(index)
+    with HfReader(index, check_finite=True) as reader, torch.no_grad():
+        for name, parameter in tower.named_parameters():
+            reader.read(names[name], slice(0, parameter.shape[0]), None, parameter)
+        if not_finite := reader.finish():
+            raise UserError(f"Weights in {folder} are NaN or infinite: {some(not_finite)}. {AGAIN}")
+
+
+def check_tower(tower: Module, folder: Path) -> dict[str, TensorInfo]:
+    """The index of a folder's tower. Raises UserError where it is not the one that is made by the folder's config."""
     index = tower_index(folder)
     names = tower_names(index)
     expected = dict(tower.named_parameters())
@@ -147,8 +158,4 @@ def _fill(tower: Module, folder: Path) -> None:
     if any(wrong.values()):
         said = "; ".join(f"{kind}: {some(what)}" for kind, what in wrong.items() if what)
         raise UserError(f"The vision tower's weights in {folder} do not match its config.json. {said}. {AGAIN}")
-    with HfReader(index, check_finite=True) as reader, torch.no_grad():
-        for name, parameter in expected.items():
-            reader.read(names[name], slice(0, parameter.shape[0]), None, parameter)
-        if not_finite := reader.finish():
-            raise UserError(f"Weights in {folder} are NaN or infinite: {some(not_finite)}. {AGAIN}")
+    return index

@@ -1,8 +1,9 @@
-"""A vision tower that learns with the model: its state on disk and in memory, and what passes see of it. Gradients: test_image_features."""
+"""A vision tower that learns: its state on disk and in memory, and what passes see of it. Gradients: test_image_features."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.core.errors import UserError
@@ -26,7 +27,7 @@ from megarl.training.spec import RoleSpec
 from tests.support.tolerances import Tolerance
 from tests.support.vision import QWEN2_5, QWEN3, QWEN3_5_MOE, write_tiny_vision_model
 from tests.training.harness import OPTIMIZER, assert_same, weights
-from tests.training.seeing import Pictured, pictured_shards, reference, seeing_spec, some_pictured
+from tests.training.seeing import Pictured, pictured, pictured_shards, reference, seeing_spec, some_pictured
 from tests.training.seeing_ranks import gradients
 
 LEARNING = OPTIMIZER.model_copy(update={"freeze_vision_tower": False})
@@ -227,23 +228,48 @@ def test_an_image_of_many_sequences_learns_what_all_ask_of_it(
     """In one micro-batch and in several, and twice in a sequence."""
     folder = folders[QWEN3]
     vision = seen_by(folder)
-    made = some_pictured(vision)
-    same = made[3].images[0]
-    made = [
-        replace(made[0], images=(made[0].images[0], made[0].images[1])),
-        replace(made[3]),
-        made[1],
-        replace(made[3], example=made[3].example),
-    ]
-    made.append(replace(made[1], images=(same,)))
+    several, words, *_, last = some_pictured(vision)
+    twice = pictured(vision, [3, (2, 2), 4, (2, 2), 7], 5)
+    made = [several, last, words, last, replace(twice, images=twice.images[:1] * 2)]
     _, expected = reference(folder, vision, made)
     for count in (1, 2, 5):
         [shard] = pictured_shards(made, micro_batches=count)
         rank.build("actor", seeing_spec(folder, tower=True))
         rank.update("actor", shard, {})
         found = gradients(rank, "actor")
-        apart = {n: float((found[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in found}
+        apart = {name: float((found[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in found}
         assert {name: each for name, each in apart.items() if not each < bounds.gradient} == {}
+
+
+@pytest.mark.parametrize("said", ["missing", "not in the config", "of another shape"])
+def test_a_tower_that_is_not_the_configs_is_refused(
+    rank: Rank, folders: dict[str, Path], tmp_path: Path, said: str
+) -> None:
+    """Of as many numbers as the config's has: by that alone others are refused before a device is taken."""
+    folder = shutil.copytree(folders[QWEN2_5], tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(each for each in tower_index(folder) if each.endswith("blocks.0.attn.proj.weight"))
+    moved = tensors.pop(name)
+    tensors[name.replace("proj.weight", "other.weight") if said != "of another shape" else name] = moved.reshape(16, -1)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"tower's weights in .* do not match its config.json.*{said}: .*blocks.0.attn"):
+        rank.build("actor", learning(folder))
+
+
+def test_biases_and_norms_of_a_tower_have_no_weight_decay(rank: Rank, folders: dict[str, Path]) -> None:
+    for folder in folders.values():
+        rank.build("actor", learning(folder))
+        engine = rank.engine("actor")
+        tower = {id(each): (name, each) for name, each in engine._chunks[0].vision_tower.named_parameters()}
+        decayed = {}
+        for member in engine._stepper.optimizer.chained_optimizers:
+            groups = zip(member.model_fp32_groups, member.optimizer.param_groups, strict=True)
+            for models, group in groups:
+                decayed |= {tower[id(each)][0]: group["wd_mult"] for each in models if id(each) in tower}
+        assert len(decayed) == len(tower)
+        assert {name: bool(rate) for name, rate in decayed.items()} == {
+            name: each.dim() > 1 for name, each in tower.values()
+        }
 
 
 def test_every_mini_batch_sees_the_tower_as_it_is_by_then(rank: Rank, folders: dict[str, Path]) -> None:
@@ -252,7 +278,7 @@ def test_every_mini_batch_sees_the_tower_as_it_is_by_then(rank: Rank, folders: d
     made = some_pictured(seen_by(folder))
     every, text, last = (shard_of(folder, each).mini_batches[0] for each in (made, made[1:2], made[2:]))
     nothing, found = MiniBatch(()), []
-    for steps in ([(every, text, every, nothing, last)], [(every,), (text,), (every, nothing), (last,)]):
+    for steps in ([(every, text, every, nothing, last)], [(every,), (text,), (every,), (nothing, last)]):
         rank.build("actor", learning(folder))
         for minis in steps:
             before = scored(rank, shard_of(folder))  # what is kept of images goes
