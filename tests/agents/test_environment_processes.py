@@ -23,7 +23,7 @@ from megarl.core.types import Sample, Status
 from megarl.recipe.agent import Agent
 from tests.agents.endpoint.harnesses import TOKENIZER, writing
 from tests.agents.endpoint.test_session import TURNS, same
-from tests.agents.playing import make_settings, play
+from tests.agents.playing import LONG_S, make_settings, play
 from tests.rollout.test_collector import make_recipe
 from tests.support.fake_sglang import FakeSglang
 from tests.support.processes import ended
@@ -97,7 +97,8 @@ def test_what_goes_wrong_there_costs_its_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, says: str
 ) -> None:
     monkeypatch.setattr(patience, "GRACE_S", 0.1)
-    [sample] = blocking(tmp_path, workers=1, episodes=1, wrong=wrong, step_timeout_s=2.0)
+    step_timeout_s = 2.0 if wrong == "hang" else LONG_S
+    [sample] = blocking(tmp_path, workers=1, episodes=1, wrong=wrong, step_timeout_s=step_timeout_s)
     assert sample.status is Status.FAILED and sample.numbers == {"environment_failures": 1.0}
     assert sample.metadata["failure"].startswith("the environment failed: ") and says in sample.metadata["failure"]
     if wrong == "raise":

@@ -23,6 +23,7 @@ from megarl.agents.patience import within
 from megarl.agents.tool_sources import open_toolbox
 from megarl.agents.tools import Result, Toolbox, ToolCall
 from megarl.core.errors import UserError
+from megarl.core.ports import free_port
 from megarl.recipe.agent import Agent
 from tests.support.processes import ended
 
@@ -217,9 +218,7 @@ def listens(port: int) -> bool:
 
 @pytest.fixture
 def address(pids: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, str(SHOP), str(pids), str(port)])
     try:
         end = time.monotonic() + 60
