@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megarl.models.vision import Vision
-from megarl.models.vision_tower import make_tower
+from megarl.models.vision_tower import check_tower, make_tower
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,19 @@ class Pass:
     seen: Seen | None = None
 
 
-def add_tower(chunks: Sequence[GPTModel], folder: Path, dtype: torch.dtype, device: str, *, summed: bool) -> None:
+def add_tower(
+    chunks: Sequence[GPTModel], folder: Path, dtype: torch.dtype, device: str, *, loads: bool, recomputed: bool
+) -> None:
     """Make a vision tower a part of the model, on the stage that has the embedding; what is in its weights is not set.
 
-    folder: with its config. summed: ranks of tensor parallel see different squares (sequence parallel), so that its gradients
-    are sums over them.
+    folder: with its config. loads: its weights are there too, and will be loaded. recomputed: its blocks are computed again in
+    backward. Raises UserError where the folder's tower is not its config's.
     """
     for chunk in chunks:
         if chunk.pre_process:
-            chunk.vision_tower = make_tower(folder, dtype, device)
-            for parameter in chunk.vision_tower.parameters():
-                setattr(parameter, "sequence_parallel", summed)  # noqa: B010  (as Megatron marks its norms)
+            chunk.vision_tower = make_tower(folder, dtype, device, recomputed=recomputed)
+            if loads:
+                check_tower(chunk.vision_tower, folder)
 
 
 def needs_features(chunk: GPTModel, vision: Vision) -> bool:

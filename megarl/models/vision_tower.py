@@ -10,18 +10,20 @@ import importlib
 import io
 from collections import OrderedDict
 from collections.abc import Hashable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.checkpoint import checkpoint
 
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.core.types import Picture
 from megarl.data.images import pixels
-from megarl.models.hf_files import AGAIN, some
+from megarl.models.hf_files import AGAIN, TensorInfo, some
 from megarl.models.hf_read import HfReader
 from megarl.models.multimodal import tower_names
 from megarl.models.tower_files import tower_index
@@ -93,8 +95,11 @@ def _opened(picture: Picture) -> PIL.Image.Image:
     return PIL.Image.open(io.BytesIO(picture)) if isinstance(picture, bytes) else pixels(picture, picture.where)
 
 
-def make_tower(folder: Path, dtype: torch.dtype, device: str) -> Module:
-    """By a multimodal folder's config, on the device; what is in its weights is not set."""
+def make_tower(folder: Path, dtype: torch.dtype, device: str, *, recomputed: bool = False) -> Module:
+    """By a multimodal folder's config, on the device; what is in its weights is not set.
+
+    recomputed: of each block its input alone is kept for backward, while the module is in training.
+    """
     from transformers import CONFIG_MAPPING
     from transformers.initialization import no_init_weights
 
@@ -104,7 +109,19 @@ def make_tower(folder: Path, dtype: torch.dtype, device: str) -> Module:
     make: Any = getattr(importlib.import_module(f"transformers.models.{module}"), name)
     with no_init_weights(), torch.device(device):
         tower: Module = make._from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if recomputed:
+        _recompute_blocks(tower)
     return tower.eval()
+
+
+def _recompute_blocks(tower: Module) -> None:
+    """As a whole model's `gradient_checkpointing_enable` does, which would look for embeddings of tokens as well."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # towers draw no random numbers
+    for block in tower.modules():
+        if isinstance(block, GradientCheckpointingLayer):
+            block.gradient_checkpointing, block._gradient_checkpointing_func = True, again
 
 
 def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Module:
@@ -115,6 +132,17 @@ def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Module:
 
 
 def _fill(tower: Module, folder: Path) -> None:
+    index = check_tower(tower, folder)
+    names = tower_names(index)
+    with HfReader(index, check_finite=True) as reader, torch.no_grad():
+        for name, parameter in tower.named_parameters():
+            reader.read(names[name], slice(0, parameter.shape[0]), None, parameter)
+        if not_finite := reader.finish():
+            raise UserError(f"Weights in {folder} are NaN or infinite: {some(not_finite)}. {AGAIN}")
+
+
+def check_tower(tower: Module, folder: Path) -> dict[str, TensorInfo]:
+    """The index of a folder's tower. Raises UserError where it is not the one that is made by the folder's config."""
     index = tower_index(folder)
     names = tower_names(index)
     expected = dict(tower.named_parameters())
@@ -130,8 +158,4 @@ def _fill(tower: Module, folder: Path) -> None:
     if any(wrong.values()):
         said = "; ".join(f"{kind}: {some(what)}" for kind, what in wrong.items() if what)
         raise UserError(f"The vision tower's weights in {folder} do not match its config.json. {said}. {AGAIN}")
-    with HfReader(index, check_finite=True) as reader, torch.no_grad():
-        for name, parameter in expected.items():
-            reader.read(names[name], slice(0, parameter.shape[0]), None, parameter)
-        if not_finite := reader.finish():
-            raise UserError(f"Weights in {folder} are NaN or infinite: {some(not_finite)}. {AGAIN}")
+    return index

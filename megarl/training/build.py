@@ -74,12 +74,13 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
         aux_loss_coef=spec.aux_loss_coef,
     )
     if config.vision is not None and config.vision.tower:
-        add_tower(chunks, spec.folder, dtype, platform.device, summed=groups.layout.sequence_parallel)
+        loads, again = spec.load_weights, spec.recompute == "full"
+        add_tower(chunks, spec.folder, dtype, platform.device, loads=loads, recomputed=again)
     if wide := wide_parameters(config, layer_spec(chunks), spec.dtype, spec.stored):
         hold_in_float32(chunks, wide, groups.layout, groups.rank)
     if spec.load_weights:
         load_hf_weights(chunks, config, spec.folder, groups.layout, groups.rank, stored=_stored(config, spec.folder))
-    images = make_image_features(chunks, config, spec, dtype, platform.device, groups.place.tp)
+    images = make_image_features(chunks, config, spec, groups, dtype, platform.device)
     if spec.lora is not None:
         settings = LoraSettings(spec.lora.rank, spec.lora.alpha, spec.lora.targets)
         add_adapters(chunks, settings, groups.collection, seed)

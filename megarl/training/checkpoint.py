@@ -190,11 +190,14 @@ def save_checkpoint(
     return None
 
 
-def load_checkpoint(folder: Path, chunks: Sequence[Module], optimizer: Any | None, scheduler: Any | None) -> None:
-    """Read this rank's part of a checkpoint, whatever layout wrote it; collective.
+def load_checkpoint(
+    folder: Path, config: ModelConfig, chunks: Sequence[Module], optimizer: Any | None, scheduler: Any | None
+) -> None:
+    """Read this rank's part of a checkpoint, whatever layout wrote it; collective. config: of the model.
 
     With an optimizer, the checkpoint has to hold one's state; without, that is left where it is. Raises UserError where
-    there is no checkpoint, it holds weights only, another optimizer's state, or one of other weights.
+    there is no checkpoint, it holds weights only, another optimizer's state, or one of other weights, and where one of the two
+    has a vision tower in its weights, and the other has not.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise UserError(
@@ -203,6 +206,7 @@ def load_checkpoint(folder: Path, chunks: Sequence[Module], optimizer: Any | Non
     check_metadata(folder)
     manifest, state = read_manifest(folder), OptimizerState(optimizer)
     state.check_readable(manifest, folder)
+    _check_tower(manifest, config, folder)
     for chunk in chunks:
         for name, buffer in chunk.named_buffers():
             if name.endswith(BUFFERS):
@@ -225,6 +229,18 @@ def load_checkpoint(folder: Path, chunks: Sequence[Module], optimizer: Any | Non
     state.load(found)
     if scheduler is not None:
         scheduler.load_state_dict(found["scheduler"])
+
+
+def _check_tower(manifest: Manifest, config: ModelConfig, folder: Path) -> None:
+    """Raise UserError where a tower learned before and is frozen now, which would leave out what it learned; or learns now."""
+    learned, learns = bool(manifest.tower), config.vision is not None and bool(config.vision.tower)
+    if learned != learns:
+        has = "weights of a vision tower that learned" if learned else "no weights of a vision tower: it was frozen"
+        now = "learns" if learns else "is frozen, and would be the one that training began with"
+        raise UserError(
+            f"{folder} holds {has}, and the model's {now} (optimizer.freeze_vision_tower). Go on with what it was, or export the "
+            "checkpoint (`megarl convert mcore-to-hf`) and start a new run from the HF folder (model.path)."
+        )
 
 
 def _names(chunks: Sequence[Module]) -> list[str]:

@@ -70,6 +70,12 @@ class Manifest:
         """Of all files."""
         return sum(each.bytes for each in self.files.values())
 
+    @property
+    def tower(self) -> dict[str, tuple[int, ...]]:
+        """Of a vision tower that learned: names behind `visual.`, and shapes."""
+        of_model = {name: each for name, each in self.tensors.items() if name.startswith(TOWER_PART)}
+        return {name.removeprefix(TOWER_PART): each.shape for name, each in of_model.items()}
+
     def other_state(self, name: str, momentum: float, dtype: ModelDtype) -> dict[str, tuple[Any, Any]]:
         """Why the optimizer's state here is none of an optimizer like this: key of the recipe -> what it was, and what it is now.
 
@@ -111,17 +117,21 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The config of a folder that need not hold weights or a tokenizer. Raises UserError where it is broken.
-
-    Of the HF_FOLDER of a checkpoint it is the model's that was saved: with the vision tower where that learned with it.
-    """
+    """The config of a folder that need not hold weights or a tokenizer. Raises UserError where it is broken."""
     path = folder / "config.json"
-    config = parse_model_config(read_object(path, "The model's folder is damaged: copy or write it again."), path)
-    if config.vision is None or not (folder.parent / MANIFEST).is_file():
+    return parse_model_config(read_object(path, "The model's folder is damaged: copy or write it again."), path)
+
+
+def read_saved_config(folder: Path) -> ModelConfig:
+    """The same of the HF_FOLDER of a checkpoint, as the model was that was saved: with a vision tower that learned with it.
+
+    Of a folder that belongs to no checkpoint it is what config.json says. Raises UserError.
+    """
+    config = read_model_config(folder)
+    if config.vision is None or folder.name != HF_FOLDER or not (folder.parent / MANIFEST).is_file():
         return config
     manifest = read_manifest(folder.parent)
-    tower = {name.partition(TOWER_PART)[2]: each.shape for name, each in manifest.tensors.items() if TOWER_PART in name}
-    return config.with_tower(tower, newer_names=manifest.newer_names)
+    return config.with_tower(manifest.tower, newer_names=manifest.newer_names)
 
 
 def checkpoint_damage(folder: Path, *, read: bool) -> list[str]:

@@ -1,4 +1,7 @@
-"""GRPO on images with a vision tower that learns, on the real engines: servers see with what the trainer has learned."""
+"""GRPO on images with a vision tower that learns, on the real engines: servers see with what the trainer has learned.
+
+Of rows alone, and then replayed from its journal.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def test_servers_see_with_a_tower_that_has_learned(tmp_path: Path) -> None:
     """Each step's rollouts are of the tower of the step before: the trainer says the same of them."""
     make_tiny_vision_model(tmp_path / "model", kind="qwen3_vl", hidden_size=64)
     make_colors(tmp_path / "data", squares=2, num_train=32, num_eval=8, num_sft=1)
-    run = start(tmp_path, "train.steps=3", *LEARNS, *SIZES, "sync.verify=hash")
+    run = start(tmp_path, "train.steps=3", "train.journal_keep=all", *LEARNS, *SIZES, "sync.verify=hash")
     code, _, error = run.finish()
     assert code == 0, error
     rows = run.metrics()
@@ -33,7 +36,8 @@ def test_servers_see_with_a_tower_that_has_learned(tmp_path: Path) -> None:
         for folder in (run.folder / "hf", tmp_path / "model")
     )
     moved = {name for name, tensor in was.items() if not torch.equal(tensor, trained[name])}
-    # What is added behind the last layer, at images' places, nobody's log-probs depend on.
-    learns = {name for name in was if ".visual." in name and "deepstack_merger_list.1." not in name}
+    # What the tower saw last is added behind the model's last layer, where nobody looks at images any more.
+    learns = {name for name in was if ".visual." in name and ".deepstack_merger_list.1." not in name}
     assert learns and learns <= moved
+    # The probe has an image, and hashes are of the tower as well.
     assert all(row["sync/probe_diff_max"] < 1e-4 and row["sync/hashed_tensors"] > len(learns) for row in rows)
