@@ -2,7 +2,7 @@
 
 Written for SGLang 0.5.21 (models/qwen2_vl.py, qwen2_5_vl.py, qwen3_vl.py, which Qwen3.5's is as well): every linear but the
 patches' is cut over the ranks, the first of an MLP by rows, the second by columns. Not for a server that has the whole tower on
-every rank (`WHOLE`).
+every rank (`--mm-enable-dp-encoder`), which is refused before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from megarl.models.rules import HF_TOWER
 from megarl.sync.held_piece import MLP_PADDING, Piece, share, up, vocabulary_size
 
-WHOLE = "--mm-enable-dp-encoder"  # SGLang's flag
 PAIR_PADDING = 8  # of Qwen2.5-VL's MLP, whatever it runs on
 QKV = ".attn.qkv."
 PAIR = re.compile(r"\.(gate|up)_proj\.")

@@ -41,3 +41,8 @@ def test_servers_see_with_a_tower_that_has_learned(tmp_path: Path) -> None:
     assert learns and learns <= moved
     # The probe has an image, and hashes are of the tower as well.
     assert all(row["sync/probe_diff_max"] < 1e-4 and row["sync/hashed_tensors"] > len(learns) for row in rows)
+
+    replay = start(tmp_path, run=run.folder, command="replay")
+    code, out, error = replay.finish()
+    assert code == 0, error
+    assert "in the 3 steps are the run's, to the bit (steps 1 to 3)." in out

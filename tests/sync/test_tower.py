@@ -45,7 +45,6 @@ CLOSE = 1e-5  # nats
     scope="module",
     params=[
         (QWEN3, 1),
-        *(pytest.param((name, 1), marks=pytest.mark.slow) for name in (QWEN2, QWEN2_5, QWEN3_MOE)),
         *(pytest.param((name, 2), marks=pytest.mark.slow) for name in (QWEN2, QWEN2_5, QWEN3, QWEN3_MOE)),
     ],
     ids=lambda each: f"{each[0]}-tp{each[1]}",
