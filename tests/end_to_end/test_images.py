@@ -1,7 +1,4 @@
-"""GRPO on rows and environments with images, on the real engines: what servers see, ranks see; then replayed from its journal.
-
-The vision tower learns, and servers have it with the rest.
-"""
+"""GRPO on rows and environments with images, on the real engines: what servers see, ranks see; then replayed from its journal."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ from tools.make_tiny_vision_model import make_tiny_vision_model
 pytestmark = pytest.mark.slow
 
 LOOKING = ("agent.environment=tests.end_to_end.looking:Look", "agent.turn_tokens=16", "reward.fn=null", STOPS)
-TOWER_TOO = ("actor.optimizer.freeze_vision_tower=false", "actor.optimizer.lr=1e-3")
 SIZES = ("data.max_prompt_tokens=48", "rollout.max_response_tokens=120", "actor.micro_batch_tokens=512")
 
 
@@ -44,7 +40,7 @@ def inputs(tmp_path: Path) -> Path:
 def test_a_run_sees_images_as_its_servers_do_and_is_replayed_to_the_bit(inputs: Path) -> None:
     """A first turn is what a single one is: a prompt with the row's image. Each later one has the environment's, too."""
     words = ("train.steps=2", "train.journal_keep=all", "actor.parallel.tp=2", "cluster.devices=2")
-    run = start(inputs, *words, *LOOKING, *TOWER_TOO, *SIZES, "sync.verify=hash", "report.samples=4")
+    run = start(inputs, *words, *LOOKING, *SIZES, "sync.verify=hash", "report.samples=4")
     code, _, error = run.finish()
     assert code == 0, error
     rows = run.metrics()
@@ -64,9 +60,7 @@ def test_a_run_sees_images_as_its_servers_do_and_is_replayed_to_the_bit(inputs: 
         for folder in (exported, model)
     )
     moved = {name for name, tensor in was.items() if not torch.equal(tensor, trained[name])}
-    # What the tower saw last is added behind the model's last layer, where nobody looks at images any more.
-    assert all(".deepstack_merger_list.1." in name for name in was.keys() - moved)
-    assert tower.keys() & moved
+    assert moved and not any("visual" in name for name in moved)
 
     replay = start(inputs, run=run.folder, command="replay")
     code, out, error = replay.finish()

@@ -5,24 +5,36 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.cluster.weight_sync import TOLERANCES
 from megarl.core.errors import SyncError
+from megarl.core.ports import free_port
+from megarl.models.hf_config import load_model_config
+from megarl.models.tower_files import with_tower
 from megarl.serving.client import ServerClient
 from megarl.serving.images import SentImages
+from megarl.serving.server import ServerSpec
 from megarl.serving.server_models import SEEN_MB
+from megarl.sync.hashes import ExpectedSums, differences
 from megarl.sync.verify import probe_servers, split_column, verify
+from tests.support.forked_ranks import Ranks
 from tests.support.forked_servers import Copies
 from tests.support.hashes import differing
 from tests.support.platforms import chosen
-from tests.support.seeing import Seeing, Shown, seeing
+from tests.support.seeing import HfVision, Seeing, Shown, seeing
 from tests.support.served import NEEDS
-from tests.support.vision import QWEN2, QWEN2_5, QWEN3, QWEN3_MOE, png
+from tests.support.sglang_held import sums_of
+from tests.support.vision import QWEN2, QWEN2_5, QWEN3, QWEN3_MOE, Architecture, png, write_tiny_vision_model
 from tests.sync.given import BroadcastBuckets
+from tests.sync.hash_ranks import DEVICES, ROWS, Job
+from tests.sync.test_hashes import TRANSPORTS, servers_of
 from tests.sync.written import DiskBuckets, SharedBuckets
 
 pytestmark = pytest.mark.needs(*NEEDS)
@@ -128,3 +140,64 @@ def test_sglang_goes_on_with_the_old_tower_where_it_keeps_what_that_said(copies:
 
         asyncio.run(flush())
         assert off(found) > 1e-3
+
+
+# Sizes that ranks do not share evenly, and positions that fill up a table: heads of two ranks in four, and an MLP of odd width.
+ODD: dict[str, dict[str, Any]] = {
+    QWEN2: {},
+    QWEN2_5: {"intermediate_size": 44},
+    QWEN3: {"intermediate_size": 44, "num_position_embeddings": 81},
+    QWEN3_MOE: {"intermediate_size": 44, "num_position_embeddings": 81},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "tp", "devices"),
+    [(name, 2, devices) for name in ODD for devices in (False, True)] + [(name, 4, False) for name in (QWEN2_5, QWEN3)],
+)
+def test_what_the_ranks_of_a_server_would_hold_of_the_tower_is_known(
+    architecture: Architecture, tp: int, devices: bool, copies: Copies, tmp_path: Path
+) -> None:
+    """devices: as SGLang's loaders cut weights there."""
+    model = write_tiny_vision_model(tmp_path / "model", architecture, tower=ODD[architecture])
+    (tmp_path / "ranks").mkdir()
+    found = sums_of(copies, ServerSpec(model, "float32", tp=tp), tmp_path / "ranks", as_on_devices=devices)
+    platform = replace(chosen(), pads_weights=not devices)
+    expected = ExpectedSums(with_tower(load_model_config(model), model), [tp], torch.float32, platform)
+    trainer = HfVision(model, architecture)
+    for name, tensor in (*trainer.sent_tower(), *trainer.text()):
+        expected.add(name, tensor)
+    assert differences(expected.finish()[tp], found) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [QWEN2_5, QWEN3])
+def test_servers_of_any_size_hold_the_tower_of_a_trainer_at_any_layout(
+    architecture: Architecture, ranks: Ranks, copies: Copies, tmp_path: Path
+) -> None:
+    """The ranks of the first stage have all of the tower, whatever the rest is cut by."""
+    # Layers that features are added behind are all of the first stage.
+    start, *models = (
+        write_tiny_vision_model(tmp_path / f"{seed}", architecture, seed=seed, text={"num_hidden_layers": 6})
+        for seed in (3, 1, 2)
+    )
+    layouts: dict[int, list[tuple[dict[str, Any], list[str]]]] = {4: [({"tp": 2, "pp": 2}, TRANSPORTS)]}
+    if architecture == QWEN2_5:
+        layouts[1] = [({}, ["shared_memory"])]
+        layouts[2] = [({"pp": 2}, ["broadcast", DEVICES]), ({"tp": 2, "sequence_parallel": True}, ["disk"])]
+    with servers_of(copies, tmp_path, start, (1, 2)) as servers:
+        for world_size, each in layouts.items():
+            job = Job(
+                free_port(),
+                world_size,
+                [sizes for sizes, _ in each],
+                [transports for _, transports in each],
+                [str(model) for model in models],
+                [asdict(server) for server in servers],
+                str(tmp_path),
+                tower=True,
+            )
+            file, log = job.write(tmp_path / f"{world_size}.json"), tmp_path / f"{world_size}.log"
+            assert ranks.run("tests.sync.hash_ranks", world_size, file, log=log) == "", log.read_text()
+    assert len((tmp_path / ROWS).read_text().splitlines()) == (8 if architecture == QWEN2_5 else 4)
