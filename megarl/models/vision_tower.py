@@ -118,7 +118,8 @@ def _recompute_blocks(tower: Module) -> None:
     """As a whole model's `gradient_checkpointing_enable` does, which would look for embeddings of tokens as well."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # towers draw no random numbers
+    # Towers draw no random numbers, and their blocks keep the same tensors each time.
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
     for block in tower.modules():
         if isinstance(block, GradientCheckpointingLayer):
             block.gradient_checkpointing, block._gradient_checkpointing_func = True, again

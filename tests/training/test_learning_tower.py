@@ -12,12 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megarl.convert.text_part import into_multimodal, text_part
 from megarl.core.errors import UserError
 from megarl.core.types import MiniBatch, Shard
 from megarl.models.hf_config import load_model_config
+from megarl.models.hf_dtypes import ModelDtype
 from megarl.models.tower_files import tower_index, with_tower
 from megarl.models.vision import Vision, png_size
 from megarl.models.vision_tower import Tower, make_tower
@@ -26,7 +29,7 @@ from megarl.training.rank import Rank
 from megarl.training.spec import RoleSpec
 from tests.support.tolerances import Tolerance
 from tests.support.vision import QWEN2_5, QWEN3, QWEN3_5_MOE, write_tiny_vision_model
-from tests.training.harness import OPTIMIZER, assert_same, weights
+from tests.training.harness import OPTIMIZER, assert_same, weights, written
 from tests.training.seeing import Pictured, pictured, pictured_shards, reference, seeing_spec, some_pictured
 from tests.training.seeing_ranks import gradients
 
@@ -65,21 +68,22 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize(("dtype", "waits"), [("float32", True), ("bfloat16", False)])
 def test_a_resumed_tower_learns_the_very_same(
-    rank: Rank, folders: dict[str, Path], architecture: str, tmp_path: Path, waits: bool
+    rank: Rank, folders: dict[str, Path], architecture: str, tmp_path: Path, dtype: ModelDtype, waits: bool
 ) -> None:
     folder = folders[architecture]
-    shard = shard_of(folder)
-    rank.build("actor", learning(folder))
+    shard, spec = shard_of(folder), learning(folder, dtype=dtype)
+    rank.build("actor", spec)
     for _ in range(2):
         rank.update("actor", shard, {})
     before = weights(rank, "actor")
+    assert_same(written(rank, "actor"), before)
     rank.save("actor", tmp_path, wait=waits)
     rank.update("actor", shard, {})
     further = weights(rank, "actor")
     rank.finish_save("actor")
-    rank.build("actor", learning(folder))
+    rank.build("actor", spec)
     scored(rank, shard)  # what is kept of images goes as the checkpoint is read
     rank.load("actor", tmp_path)
     assert_same(weights(rank, "actor"), before)
@@ -87,7 +91,8 @@ def test_a_resumed_tower_learns_the_very_same(
     assert_same(weights(rank, "actor"), further)
     names = {f"visual.{part}" for part, _ in with_tower(load_model_config(folder), folder).vision.tower}
     assert names <= further.keys()
-    assert {name for name in names if torch.equal(before[name], further[name])} == set()
+    same = {name for name in names if torch.equal(before[name], further[name])}
+    assert same < names if dtype == "bfloat16" else not same, "a small step may round to none"
     assert not (tmp_path / HF_FOLDER / TOWER).exists()
     assert read_saved_config(tmp_path / HF_FOLDER) == with_tower(load_model_config(folder), folder)
 
@@ -111,6 +116,10 @@ def test_what_was_trained_and_written_is_what_transformers_loads(
         name: (each.shape, each.dtype) for name, each in before.items()
     }
     assert {name for name in tower_index(folder) if torch.equal(before[name], found[name])} == set()
+    text, again = tmp_path / "text", tmp_path / "again"
+    text_part(target, text, force=False, console=Console(quiet=True))
+    into_multimodal(text, target, again, force=False, console=Console(quiet=True))
+    assert_same(stored(again), found)
     rank.build("actor", seeing_spec(target))
     assert np.abs(scored(rank, shard_of(folder)) - after).max() < bounds.logprob
 
