@@ -114,7 +114,8 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
         workload = _with_staleness(workload, loaded, options.max_staleness)
     plan = _searched(recipe, workload, cluster, options)
     seconds = _band(recipe, workload, cluster, options, plan, lengths)
-    console.print(_words(lengths, seconds, _may_see(recipe, workload)), highlight=False)
+    words = [_words(lengths, seconds, _may_see(recipe, workload)), *_tower_words(workload)]
+    console.print("\n".join(words), highlight=False)
     if (asks := _unlike_pick(recipe, plan)) is not None:
         console.print(
             f"{asks} has servers work while the ranks train, and the fastest placement has both on the same devices: to run it, "
@@ -230,6 +231,19 @@ def _band(
 def _may_see(recipe: Recipe, workload: Workload) -> bool:
     """Whether prompts may have images, whose tokens count."""
     return workload.models[ROLLOUT].vision is not None and recipe.data.images_key is not None
+
+
+def _tower_words(workload: Workload) -> tuple[str, ...]:
+    """A line on what is counted of vision towers that learn."""
+    seen = {role: vision for role in workload.towers if (vision := workload.models[role].vision) is not None}
+    if not seen:
+        return ()
+    each = "; ".join(f"{role}, {seen[role].tower_elements / 1e6:.4g} million weights" for role in sorted(seen))
+    return (
+        f"Vision towers that learn ({each}): memory is counted with an image of {workload.largest_image} tokens in each prompt, "
+        "the largest that the recipe lets through (data.max_image_pixels bounds it), and weight syncs with the actor's tower. "
+        "What images take of time is not counted: how large they are is not known.",
+    )
 
 
 def _words(lengths: Known, seconds: tuple[float, ...], sees: bool) -> str:
