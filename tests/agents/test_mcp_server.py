@@ -185,7 +185,8 @@ def test_a_server_that_hangs_is_left_for_another(pids: Path) -> None:
             os.kill(started(pids)[0], signal.SIGSTOP)
             with pytest.raises(EnvironmentFailedError, match="did not end within"):
                 await within(lambda: server.call("price_of", {"fruit": "apple"}), 0.2, "price_of")
-            await asyncio.sleep(0.6)
+            while server._ready is not None:  # until it has been left
+                await asyncio.sleep(0.02)
             return before, await server.call("price_of", {"fruit": "apple"})
         finally:
             await server.close()
