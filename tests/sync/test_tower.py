@@ -75,6 +75,12 @@ def off(seen: Seeing) -> float:
     return asyncio.run(asked())
 
 
+async def flushed(seen: Seeing) -> None:
+    """Have the server forget all cached prefixes."""
+    async with ServerClient(seen.endpoint) as client:
+        await client.flush_cache(10.0)
+
+
 def wrong_by(seen: Seeing) -> float:
     """What the probe of a sync finds, which has an image. Raises SyncError where the tower is another."""
     shown = prompt(seen)
@@ -114,9 +120,15 @@ def test_a_server_sees_with_the_weights_of_the_tower_that_were_sent(
         assert off(learning) > 1e-3
         with pytest.raises(SyncError, match="did not arrive as it was sent on server"):
             wrong_by(learning)
-        report = sender.send(lambda: iter(trainer.buckets(tower=True)), version, [learning.endpoint])
+        flush = version == 1
+        report = sender.send(lambda: iter(trainer.buckets(tower=True)), version, [learning.endpoint], flush_cache=flush)
         assert report is not None and report.failed == {}
-        assert differs(learning) == [] and off(learning) < CLOSE and wrong_by(learning) < CLOSE
+        # The probe reads no cached prefix. Other requests do, and the prefix is of what the old tower saw.
+        assert differs(learning) == [] and wrong_by(learning) < CLOSE
+        if not flush:
+            assert off(learning) > 1e-3
+            asyncio.run(flushed(learning))
+        assert off(learning) < CLOSE
     sender.close()
 
 
@@ -132,12 +144,7 @@ def test_sglang_goes_on_with_the_old_tower_where_it_keeps_what_that_said(copies:
         sender.close()
         assert report is not None and report.failed == {}
         assert differs(found) == []
-
-        async def flush() -> None:
-            async with ServerClient(found.endpoint) as client:
-                await client.flush_cache()
-
-        asyncio.run(flush())
+        asyncio.run(flushed(found))
         assert off(found) > 1e-3
 
 
@@ -152,18 +159,22 @@ ODD: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("architecture", "tp", "devices"),
-    [(name, 2, devices) for name in ODD for devices in (False, True)] + [(name, 4, False) for name in (QWEN2_5, QWEN3)],
+    ("architecture", "tp", "devices", "dtype"),
+    [
+        *((name, 2, devices, "float32") for name in ODD for devices in (False, True)),
+        *((name, 4, False, "float32") for name in (QWEN2_5, QWEN3)),
+        *((name, 1, False, "bfloat16") for name in ODD),
+    ],
 )
 def test_what_the_ranks_of_a_server_would_hold_of_the_tower_is_known(
-    architecture: Architecture, tp: int, devices: bool, copies: Copies, tmp_path: Path
+    architecture: Architecture, tp: int, devices: bool, dtype: Any, copies: Copies, tmp_path: Path
 ) -> None:
     """devices: as SGLang's loaders cut weights there."""
     model = write_tiny_vision_model(tmp_path / "model", architecture, tower=ODD[architecture])
     (tmp_path / "ranks").mkdir()
-    found = sums_of(copies, ServerSpec(model, "float32", tp=tp), tmp_path / "ranks", as_on_devices=devices)
+    found = sums_of(copies, ServerSpec(model, dtype, tp=tp), tmp_path / "ranks", as_on_devices=devices)
     platform = replace(chosen(), pads_weights=not devices)
-    expected = ExpectedSums(with_tower(load_model_config(model), model), [tp], torch.float32, platform)
+    expected = ExpectedSums(with_tower(load_model_config(model), model), [tp], getattr(torch, dtype), platform)
     trainer = HfVision(model, architecture)
     for name, tensor in (*trainer.sent_tower(), *trainer.text()):
         expected.add(name, tensor)
