@@ -114,8 +114,9 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
         workload = _with_staleness(workload, loaded, options.max_staleness)
     plan = _searched(recipe, workload, cluster, options)
     seconds = _band(recipe, workload, cluster, options, plan, lengths)
-    words = [_words(lengths, seconds, _may_see(recipe, workload)), *_tower_words(workload)]
-    console.print("\n".join(words), highlight=False)
+    console.print(
+        _words(lengths, seconds, _may_see(recipe, workload)), *_tower_words(workload), sep="\n", highlight=False
+    )
     if (asks := _unlike_pick(recipe, plan)) is not None:
         console.print(
             f"{asks} has servers work while the ranks train, and the fastest placement has both on the same devices: to run it, "
