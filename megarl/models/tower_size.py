@@ -43,10 +43,12 @@ class TowerShape:
         # What makes features keeps its norm, and two widths inside; the earlier ones share their input with the next block.
         merger, earlier = norm + 2 * width * each, norm + width * each
         kept = self.pixels * each + (self.mergers - 1) * earlier + self.depth * (width * each if again else block)
-        backward = kept + (block if again else merger) + (self.inner + width) * each
+        # First the gradient of the widest weight, while all is kept; then a block's, with its gradients on top.
+        ends = kept + merger + (self.merged * width) ** 2 * each / (squares * self.merged)
+        inside = kept + again * block + (self.inner + width) * each
         # In the forward pass the pixels are there in float32, too, and of a block that keeps nothing what it is at.
         forward = kept + merger + FLOAT * self.pixels * (each < FLOAT) + again * (7 * width + self.inner) * each
-        return squares * (self.merged * max(backward, forward) + 2 * self.mergers * self.out * each)
+        return squares * (self.merged * max(ends, inside, forward) + 2 * self.mergers * self.out * each)
 
 
 def patch_size(tower: Fields) -> int:

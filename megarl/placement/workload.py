@@ -148,8 +148,8 @@ def recipe_workload(
 ) -> Workload:
     """The workload of a recipe. model: the actor's. read: reads those of other folders; default: read_model.
 
-    responses: their lengths where they are known; else the likely ones of `assumed_lengths`. prompt_tokens: mean, where it is
-    known. Raises UserError for samples that are longer than a model's context, and mini-batches that do not divide a step's.
+    responses, prompt_tokens: their lengths, and mean, where known; else the likely ones of `assumed_lengths`. Raises UserError
+    for samples that are longer than a model's context, and mini-batches that do not divide a step's.
     """
     rollout, actor, read = recipe.rollout, recipe.actor, read or read_model
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -167,7 +167,6 @@ def recipe_workload(
     if uneven := uneven_mini_batch(rollout.prompts_per_step, rollout.samples_per_prompt, mini_batch):
         raise UserError(uneven)
     taught = recipe.teacher is not None and asked(recipe.algorithm, "may ask for all").teacher_top
-    given = max(actor.micro_batch_tokens, longest)
     return Workload(
         models=models,
         prompts=rollout.prompts_per_step,
@@ -176,7 +175,7 @@ def recipe_workload(
         prompt_tokens=prompt_tokens or min(ASSUMED_PROMPT, recipe.data.max_prompt_tokens / 2),
         responses=responses or assumed_lengths(rollout.max_response_tokens).likely,
         longest_sample=longest,
-        micro_tokens=tuple(sorted({longest, max(longest, given // 2), given, given * 2})),
+        micro_tokens=micro_sizes(actor.micro_batch_tokens, longest),
         epochs=actor.epochs,
         critic_epochs=1 if recipe.critic is None else recipe.critic.epochs,
         max_running=rollout.max_running_requests,
@@ -199,6 +198,12 @@ def recipe_workload(
         towers=learning_towers(recipe, models),
         largest_image=largest_image(recipe, model),
     )
+
+
+def micro_sizes(asked_for: int, longest: int) -> tuple[int, ...]:
+    """Sizes of a micro-batch that may be chosen, around the recipe's; each holds the longest sample."""
+    given = max(asked_for, longest)
+    return tuple(sorted({longest, max(longest, given // 2), given, given * 2}))
 
 
 def learning_towers(recipe: Recipe, models: Mapping[str, ModelConfig]) -> frozenset[str]:

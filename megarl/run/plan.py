@@ -114,8 +114,7 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
         workload = _with_staleness(workload, loaded, options.max_staleness)
     plan = _searched(recipe, workload, cluster, options)
     seconds = _band(recipe, workload, cluster, options, plan, lengths)
-    words = [_words(lengths, seconds, _may_see(recipe, workload)), *_tower_words(workload)]
-    console.print("\n".join(words), highlight=False)
+    console.print("\n".join(_words(recipe, workload, lengths, seconds)), highlight=False)
     if (asks := _unlike_pick(recipe, plan)) is not None:
         console.print(
             f"{asks} has servers work while the ranks train, and the fastest placement has both on the same devices: to run it, "
@@ -246,7 +245,12 @@ def _tower_words(workload: Workload) -> tuple[str, ...]:
     )
 
 
-def _words(lengths: Known, seconds: tuple[float, ...], sees: bool) -> str:
+def _words(recipe: Recipe, workload: Workload, lengths: Known, seconds: tuple[float, ...]) -> tuple[str, ...]:
+    """What a plan does not know, before its tables."""
+    return _length_words(lengths, seconds, _may_see(recipe, workload)), *_tower_words(workload)
+
+
+def _length_words(lengths: Known, seconds: tuple[float, ...], sees: bool) -> str:
     """How sure the prediction is, by its lengths; sees: whether prompts may have images."""
     if lengths.band is None:
         return (
