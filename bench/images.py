@@ -3,8 +3,9 @@
     python -m bench.images
 
 Each model is random, and its warm start has no images: what it knows then is how answers look, and it guesses. GRPO on rows with
-images follows. Then the trained model, in transformers alone, answers held-out rows greedily with their images, and again with
-the image of another row, whose answer differs: who does not look answers the same. Writes a table and bench/results/images.json.
+images follows; of Qwen3-VL once more with a vision tower that learns as well. Then the trained model, in transformers alone,
+answers held-out rows greedily with their images, and again with the image of another row, whose answer differs: who does not look
+answers the same. Writes a table and bench/results/images.json.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import typer
 from bench.support.measure import write
 from bench.support.quickstart import ROOT, accuracy, call, metrics
 
-KINDS = ("qwen2_5_vl", "qwen3_vl")
+RUNS = (("qwen2_5_vl", "frozen"), ("qwen3_vl", "frozen"), ("qwen3_vl", "learns"))  # a model, and its tower
+LEARNS = "actor.optimizer.freeze_vision_tower=false"
 COLUMNS = {
     "kind": "model",
+    "tower": "tower",
+    "moved": "of its tensors changed",
     "before": "held out, before",
     "after": "after GRPO",
     "transformers": "in transformers",
@@ -31,7 +35,7 @@ COLUMNS = {
 }
 
 
-def run(kind: str, folder: Path, seed: int) -> dict[str, Any]:
+def run(kind: str, tower: str, folder: Path, seed: int) -> dict[str, Any]:
     """From nothing to a model that sees."""
     shutil.rmtree(folder, ignore_errors=True)
     model, data = folder / "model", folder / "data"
@@ -41,12 +45,15 @@ def run(kind: str, folder: Path, seed: int) -> dict[str, Any]:
     words = [*common, f"model.path={model}", f"data.train={data}/sft.jsonl", "run.name=sft"]
     call("-m", "megarl", "sft", "recipes/quickstart_colors_sft.yaml", *words)
     words = [*common, f"model.path={folder}/sft/hf", f"data.train={data}/train.jsonl", f"data.eval={data}/eval.jsonl"]
+    words += [LEARNS] if tower == "learns" else []
     seconds = call("-m", "megarl", "train", "recipes/quickstart_colors.yaml", *words, "run.name=grpo")
     rows = metrics(folder / "grpo")
     held_out = accuracy(rows)
     seen = answers(folder / "grpo" / "hf", data / "eval.jsonl")
     return {
         "kind": kind,
+        "tower": tower,
+        "moved": moved(folder / "sft" / "hf", folder / "grpo" / "hf"),
         "seed": seed,
         "accuracy": held_out,
         "before": held_out[0],
@@ -55,6 +62,20 @@ def run(kind: str, folder: Path, seed: int) -> dict[str, Any]:
         "logprob_diff": max(row["rollout/logprob_diff_max"] for row in rows if row["step"]),
         "seconds": seconds,
     }
+
+
+def moved(before: Path, after: Path) -> str:
+    """How many of the tower's tensors are others than before."""
+    was, found = (tensors(folder) for folder in (before, after))
+    tower = [name for name in was if "visual." in name]
+    return f"{sum(not was[name].equal(found[name]) for name in tower)} of {len(tower)}"
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    """Of an HF folder."""
+    from safetensors.torch import load_file
+
+    return {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
 
 
 def answers(model: Path, rows: Path) -> dict[str, float]:
@@ -103,7 +124,7 @@ def main(
     from rich.console import Console
     from rich.table import Table
 
-    results = [run(kind, folder.resolve() / kind, seed) for kind in KINDS]
+    results = [run(kind, tower, folder.resolve() / f"{kind}-{tower}", seed) for kind, tower in RUNS]
     table = Table(title="colors of squares, held-out rows")
     for column in COLUMNS.values():
         table.add_column(column, justify="right")

@@ -29,8 +29,9 @@ def learning_curves(result: Result) -> str:
 
 def images(result: Result) -> str:
     return "; ".join(
-        f"{run['kind']}: held-out accuracy {run['before']:.2f} to {run['after']:.3f} in {run['seconds']:.0f} s, in transformers "
-        f"{run['transformers']:.3f}, with the image of another row {run['exchanged']:.3f}"
+        f"{run['kind']}, tower {run['tower']}: held-out accuracy {run['before']:.2f} to {run['after']:.3f} in "
+        f"{run['seconds']:.0f} s, in transformers {run['transformers']:.3f}, with the image of another row "
+        f"{run['exchanged']:.3f}, {run['moved']} of the tower's tensors changed"
         for run in result["models"]
     )
 

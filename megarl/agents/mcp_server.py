@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import shlex
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.agents.environment import EnvironmentFailedError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 KEY = "agent.mcp"
-CONNECT_S = 30.0
+CONNECT_S = 60.0  # a command loads its packages first, and a busy node may take long for that
 LOOK_S = 10.0  # until a server that left a call unanswered has to say which tools it has
 NO_MORE = ("Connection closed", "Session terminated")  # what the client says of a connection that is no more
 CLOSE_S = 10.0  # one that is told to end is killed by the client within a few seconds
@@ -130,16 +131,14 @@ class McpServer:
 
         try:
             async with contextlib.AsyncExitStack() as stack:
-                async with asyncio.timeout(CONNECT_S):
+                async with _answers(self.where):
                     client = await stack.enter_async_context(Client(_target(self.where), cache=None))
                 if not ready.done():
                     ready.set_result(client)
                 await leave.wait()
         except Exception as error:
             if not ready.done():
-                ready.set_exception(
-                    EnvironmentFailedError(f"the MCP server {self.where!r} is not there: {_why(error)}")
-                )
+                ready.set_exception(_not_there(self.where, error))
             elif not leave.is_set():
                 log.warning("the MCP server %r ended: %s", self.where, _why(error))
 
@@ -184,13 +183,14 @@ def _listed(where: str) -> list[dict[str, Any]]:
     async def once() -> None:
         server = McpServer(where)
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with _answers(where):
                 found.extend(await server.tools())
         finally:
             await server.close()
 
     def run() -> None:
         try:
+            importlib.import_module("mcp")  # takes seconds of a core, which are not the server's
             asyncio.run(once())
         except BaseException as error:  # told to who waits
             failures.append(error)
@@ -204,6 +204,24 @@ def _listed(where: str) -> list[dict[str, Any]]:
             "`python tools_server.py`, or the address of one that is there, such as http://127.0.0.1:8000/mcp."
         ) from failures[0]
     return found
+
+
+@contextlib.asynccontextmanager
+async def _answers(where: str) -> AsyncIterator[None]:
+    """What a server is asked within here it has CONNECT_S for. Raises EnvironmentFailedError."""
+    try:
+        async with asyncio.timeout(CONNECT_S) as deadline:
+            yield
+    except TimeoutError as error:
+        raise _not_there(where, f"it has not answered for {CONNECT_S:g} s" if deadline.expired() else error) from error
+
+
+def _not_there(where: str, why: str | Exception) -> EnvironmentFailedError:
+    if isinstance(why, EnvironmentFailedError):
+        return why
+    return EnvironmentFailedError(
+        f"the MCP server {where!r} is not there: {why if isinstance(why, str) else _why(why)}"
+    )
 
 
 def _target(where: str) -> Any:

@@ -22,6 +22,7 @@ from megarl.rollout.batcher import Part
 from megarl.rollout.collector import Collector
 from megarl.rollout.links import LinkLostError
 from megarl.rollout.local_advantages import LocalAdvantages, Measured, SampleNumbers, Settled
+from megarl.rollout.probe import Probe
 from megarl.rollout.replayed import ReplayCollector
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
 from megarl.serving.client import ServerEndpoint
@@ -51,7 +52,7 @@ class CollectorActor:
         self._facts = configure_process(spec)
         self._collector = _open(recipe, router, num_collectors, replay, spec.address)
         self._advantages = LocalAdvantages(recipe)
-        self._probe: list[list[int]] = []
+        self._probe = Probe([])
 
     async def facts(self) -> ProcessFacts:
         """Where this process runs."""
@@ -136,17 +137,18 @@ class CollectorActor:
 
     async def probe(self) -> tuple[None, ShardPlan, Block]:
         """Nothing, then the sequences that the next `verify` asks the servers about, as a shard."""
-        self._probe = self._collector.probe()
-        return None, *probe_shard(self._probe)
+        self._probe = await self._collector.probe()
+        return None, *probe_shard(self._probe.rows, self._probe.images)
 
     async def verify(
         self, servers: list[ServerEndpoint], trainer: FloatArray, tolerance: float, version: int, deadline_s: float
     ) -> ProbeResult:
         """The servers' log-probs of the probe against the trainer's, of those that answer. Raises SyncError."""
-        answers = await probe_servers(servers, self._probe, deadline_s)
+        rows, images = self._probe.rows, self._probe.images
+        answers = await probe_servers(servers, rows, deadline_s, images)
         if not answers.logprobs:
             return ProbeResult(0.0, answers.failed)
-        diff = verify(split_column(trainer, self._probe), answers.logprobs, tolerance, version)
+        diff = verify(split_column(trainer, rows, images), answers.logprobs, tolerance, version)
         return ProbeResult(diff, answers.failed)
 
     async def close(self) -> None:

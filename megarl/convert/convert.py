@@ -26,7 +26,7 @@ from megarl.models.hf_dtypes import Dtypes, ModelDtype, stored_dtypes
 from megarl.models.hf_files import check_weights
 from megarl.models.layout_check import check_layout
 from megarl.models.rules import expected_tensors
-from megarl.training.manifest import Manifest, read_manifest, read_model_config
+from megarl.training.manifest import Manifest, read_manifest, read_saved_config
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def hf_to_mcore(
             f"{found.folder} has tensors in F64, which no Megatron checkpoint holds. Say --dtype "
             f"{' or --dtype '.join(get_args(ModelDtype))}."
         )
-    size, casts = weight_bytes(found.hf, dtypes), dtype is not None
+    size, casts = weight_bytes(config, found.hf, dtypes), dtype is not None
     return _convert("hf-to-mcore", found, target, layout, dtypes, casts, size, settings, console)
 
 
@@ -87,16 +87,17 @@ def mcore_to_hf(
     dtype: as for `hf_to_mcore`; None is what the checkpoint has, or had in the HF folder that it came from.
     """
     found = require(source, "mcore", "It can be loaded by transformers as it is.")
-    check_layout(read_model_config(found.hf), layout, "--tp, --pp, ...")
+    config = read_saved_config(found.hf)
+    check_layout(config, layout, "--tp, --pp, ...")
     dtypes = _dtypes(read_manifest(found.folder)) if dtype is None else Dtypes(dtype, {})
-    size, casts = weight_bytes(found.hf, dtypes), dtype is not None
+    size, casts = weight_bytes(config, found.hf, dtypes), dtype is not None
     return _convert("mcore-to-hf", found, target, layout, dtypes, casts, size, settings, console)
 
 
 def reshard(source: Path, target: Path, layout: Layout, settings: Settings, console: Console) -> Outcome:
     """Write a checkpoint again at another layout, optimizer and schedule included where there are any."""
     found = require(source, "mcore", "To make a checkpoint of it call `megarl convert hf-to-mcore`.")
-    check_layout(read_model_config(found.hf), layout, "--tp, --pp, ...")
+    check_layout(read_saved_config(found.hf), layout, "--tp, --pp, ...")
     manifest = read_manifest(found.folder)
     return _convert("reshard", found, target, layout, _dtypes(manifest), False, manifest.num_bytes, settings, console)
 

@@ -19,23 +19,27 @@ from megarl.models.hf_files import EMBEDDING, HEAD, names_of_text, untied, weigh
 from megarl.models.hf_fp8 import scale_name
 from megarl.models.hf_mxfp4 import blocks_name, scales_name
 from megarl.models.hf_stacked import stacked
+from megarl.models.multimodal import TOWER, tower_names
 from megarl.models.rules import expected_tensors
 from megarl.training.manifest import read_model_config
 
 BLOCK_ROWS = 1024
 
 
-def hf_tensors(folder: Path, cast: ModelDtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(folder: Path, cast: ModelDtype | None = None, *, tower: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Name and content of every tensor that the config asks for, in the order of a forward pass.
 
-    cast: the dtype of a model that they are read for; None is each file's own, and bfloat16 for FP8 and MXFP4. Raises UserError
-    where the config ties a head to the embedding, and the files hold another.
+    cast: the dtype of a model that they are read for; None is each file's own, and bfloat16 for FP8 and MXFP4. tower: of a
+    multimodal model also its vision tower, first. Raises UserError where the config ties a head to the embedding, and the files
+    hold another.
     """
     config = read_model_config(folder)
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in weight_files(folder)]
         holder = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (no mapping)
         if config.vision is not None:
+            if tower:
+                yield from _of_tower(holder, cast)
             yield from _of_text_part(holder, folder, cast)
             return
         if config.tied_embeddings and HEAD in holder and not _are_same(holder[HEAD], holder[EMBEDDING]):
@@ -60,6 +64,12 @@ def hf_tensors(folder: Path, cast: ModelDtype | None = None) -> Iterator[tuple[s
             if is_fp8:
                 tensor = _unscaled(tensor, holder[scale_name(name)].get_tensor(scale_name(name)), config.fp8_block)
             yield name, tensor.to(getattr(torch, dtype)) if cast or is_fp8 else tensor
+
+
+def _of_tower(holder: dict[str, Any], cast: ModelDtype | None) -> Iterator[tuple[str, Tensor]]:
+    for part, name in tower_names(holder).items():
+        tensor = holder[name].get_tensor(name)
+        yield TOWER + part, tensor.to(getattr(torch, cast)) if cast else tensor
 
 
 def _of_text_part(holder: dict[str, Any], folder: Path, cast: ModelDtype | None) -> Iterator[tuple[str, Tensor]]:

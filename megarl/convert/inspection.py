@@ -21,7 +21,7 @@ from megarl.models.config import ModelConfig
 from megarl.models.hf_files import TensorInfo, check_index, of_model, read_index
 from megarl.models.hf_header import BITS
 from megarl.models.rules import expected_tensors
-from megarl.training.manifest import Manifest, TensorEntry, read_manifest, read_model_config
+from megarl.training.manifest import Manifest, TensorEntry, read_manifest, read_model_config, read_saved_config
 from megarl.training.run_checkpoints import STATE
 
 OPTIMIZER_PREFIX = "optimizer."
@@ -70,7 +70,7 @@ def inspect(path: Path, *, read: bool = True) -> Inspection:
         return _inspect_hf(source, read_model_config(source.hf))
     manifest = read_manifest(source.folder)
     try:
-        config = read_model_config(source.hf)
+        config = read_saved_config(source.hf)
     except UserError as error:  # it was written with one that could be read
         raise DamageError(str(error)) from error
     return _inspect_mcore(source, manifest, config, read=read)

@@ -129,12 +129,18 @@ class Worker:
         if self._rank.rank != 0:
             return {}
         self._phase("verifying", self._expected_bytes())
-        return digests(hf_tensors(folder, cast), self._tell)
+        return digests(hf_tensors(folder, cast, tower=self._has_tower), self._tell)
+
+    @property
+    def _has_tower(self) -> bool:
+        """Whether a vision tower is a part of the model, and not copied beside it."""
+        vision = self._rank.engine(ROLE).config.vision
+        return vision is not None and bool(vision.tower)
 
     def _expected_bytes(self) -> int:
         from megarl.convert.sizes import weight_bytes
 
-        return weight_bytes(self._job.hf, self._job.dtypes)
+        return weight_bytes(self._rank.engine(ROLE).config, self._job.hf, self._job.dtypes)
 
     def _reshard_differences(self) -> tuple[list[Difference], int]:
         """Between two checkpoints, tensor by tensor, the optimizer's and what is beside tensors included. Rank 0 reads."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -211,6 +212,12 @@ class ModelConfig:
     def with_score_head(self) -> ModelConfig:
         """The same model with one number a token in the vocabulary's place."""
         return replace(self, head="score", tied_embeddings=False)
+
+    def with_tower(self, tower: Mapping[str, tuple[int, ...]], *, newer_names: bool) -> ModelConfig:
+        """The same model with the vision tower as a part of it. As `Vision` has them; tower: name -> shape."""
+        assert self.vision is not None
+        vision = replace(self.vision, tower=tuple(sorted(tower.items())), newer_names=newer_names)
+        return replace(self, vision=vision)
 
     @property
     def quantised(self) -> str | None:

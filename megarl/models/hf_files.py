@@ -21,7 +21,7 @@ from megarl.models.hf_fp8 import FP8, SCALE_DTYPES, scale_name
 from megarl.models.hf_header import BITS, read_header
 from megarl.models.hf_mxfp4 import GROUP, STORED, blocks_name, blocks_shape, scales_name
 from megarl.models.hf_stacked import STACKED_FAMILIES, stacked
-from megarl.models.multimodal import Multimodal, read_multimodal, text_names
+from megarl.models.multimodal import TOWER, Multimodal, read_multimodal, text_names, tower_names
 
 SHOWN = 5
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -30,7 +30,6 @@ MAX_PREDICTION_LAYERS = 8
 # Families whose layers for further tokens have names of their own, and how these begin.
 PREDICTING = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), "mtp.") | {"ernie4_5_moe": "model.mtp_"}
 AGAIN = "Copy or export the model again."
-TOWER = "visual."  # of the names of a vision tower's tensors, behind what else may stand in front
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK_BYTES = 4 * 2**20
 
@@ -158,7 +157,7 @@ def _is_inside(file: object) -> bool:
 def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: ModelConfig) -> dict[str, TensorInfo]:
     """The index of a folder whose weights are those that the config describes; FP8 tensors come with their scales.
 
-    Of a multimodal model it is the text part's, as `of_model` gives it. expected: HF name -> shape.
+    Of a multimodal model it is as `of_model` gives it. expected: HF name -> shape.
     Raises UserError, with names and shapes, when they are not. What megarl has no use for is
     no mistake: see `_unused`.
     """
@@ -166,7 +165,10 @@ def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: Mo
 
 
 def of_model(index: dict[str, TensorInfo], folder: Path, config: ModelConfig) -> dict[str, TensorInfo]:
-    """Of a multimodal folder's index the text part, by the names of a folder of its own; of others all. Raises UserError."""
+    """Of a multimodal folder's index the text part, by the names of a folder of its own, and a tower that learns; of others all.
+
+    Raises UserError.
+    """
     if config.vision is None:
         return index
     names = names_of_text(index, folder)
@@ -180,6 +182,8 @@ def of_model(index: dict[str, TensorInfo], folder: Path, config: ModelConfig) ->
             f"The vision tower in {folder} is not that of its config.json: its {len(tower)} tensors have {found:,} numbers, and "
             f"vision_config is of a tower of {config.vision.tower_elements:,}. {AGAIN}"
         )
+    if config.vision.tower:
+        names |= {TOWER + part: name for part, name in tower_names(index).items()}
     return {text: index[name] for text, name in names.items()}
 
 
@@ -192,17 +196,6 @@ def multimodal_of(folder: Path) -> Multimodal:
     """What a multimodal folder's config.json names. Raises UserError."""
     path = folder / "config.json"
     return read_multimodal(Fields(read_object(path, AGAIN), path))
-
-
-def tower_index(folder: Path) -> dict[str, TensorInfo]:
-    """Of a multimodal folder the vision tower; wide dtypes first, as in a file. Raises UserError.
-
-    Layers that predict further tokens (Qwen3.5's `mtp.`) are neither of it nor of the text part, and would not be trained.
-    """
-    index = read_index(folder)
-    text = set(names_of_text(index, folder).values())
-    found = {name: info for name, info in index.items() if name not in text and TOWER in name}
-    return dict(sorted(found.items(), key=lambda each: -BITS[each[1].dtype]))
 
 
 def check_index(

@@ -20,21 +20,21 @@ from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
 from megarl.models.families import FAMILIES, score_architecture
 from megarl.models.hf_beside import CODE, copy_beside
-from megarl.models.hf_files import INDEX, SINGLE, TensorInfo, content_bytes, multimodal_of, some, tower_index
+from megarl.models.hf_files import INDEX, SINGLE, TensorInfo, content_bytes, multimodal_of, some
 from megarl.models.hf_fp8 import QUANTIZATION
 from megarl.models.hf_header import header_bytes
 from megarl.models.hf_read import DTYPES
 from megarl.models.hf_stacked import Stack, Stacks
 from megarl.models.hf_weights import Bucket
-from megarl.models.multimodal import scored_multimodal, whole_name
+from megarl.models.multimodal import has_newer_names, scored_multimodal, whole_name
 from megarl.models.rules import expected_tensors
 from megarl.models.score_padding import name_padding
 from megarl.models.tensor_copy import write_tensors
+from megarl.models.tower_files import tower_index
 
 CONFIG = "config.json"
 DEFAULT_SHARD_BYTES = 5 * 2**30
 LABELS = ("num_labels", "problem_type")  # what would say otherwise than the one label of a score, or refuse it
-NEWER_TOWER = "model.visual."  # how its tensors' names begin in folders whose text part has newer names as well
 PIECE_BYTES = 8 * 2**20
 SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -59,11 +59,13 @@ def save_hf(
         if folder.exists():
             shutil.rmtree(folder)
     temporary.mkdir(parents=True)
-    tower = tower_index(source_folder) if config.vision is not None else {}
+    tower, newer = _tower(source_folder, config)
     stacks = config.vision is not None and multimodal_of(source_folder).stacked_experts
     with (
         _removed_on_failure(temporary),
-        closing(_Shards(temporary, config, max_shard_bytes, target_folder, tower, stacks=stacks)) as shards,
+        closing(
+            _Shards(temporary, config, max_shard_bytes, target_folder, tower, newer=newer, stacks=stacks)
+        ) as shards,
         shards.explained(),
     ):
         for name, tensor in chain.from_iterable(buckets):
@@ -80,6 +82,16 @@ def save_hf(
     sync(target_folder.parent)
     if previous.exists():
         shutil.rmtree(previous)
+
+
+def _tower(source: Path, config: ModelConfig) -> tuple[dict[str, TensorInfo], bool]:
+    """A frozen tower's tensors, which are the source's; and whether tensors have the newer names."""
+    if config.vision is None:
+        return {}, False
+    if config.vision.tower:
+        return {}, config.vision.newer_names
+    found = tower_index(source)
+    return found, has_newer_names(found)
 
 
 @contextmanager
@@ -131,15 +143,16 @@ class _Shards:
         named: Path,
         tower: Mapping[str, TensorInfo],
         *,
+        newer: bool,
         stacks: bool,
     ) -> None:
-        """named: what the folder will be called, for errors. tower: what a multimodal folder has beside the text part.
+        """named: what the folder will be called, for errors. tower: what a multimodal folder has beside the model.
 
-        stacks: a layer's experts go into two tensors.
+        newer: names are those of `whole_name`. stacks: a layer's experts go into two tensors.
         """
         self._folder, self._max_bytes, self._named = folder, max_bytes, named
         self._missing, self._tower = expected_tensors(config), tower
-        self._newer = any(name.startswith(NEWER_TOWER) for name in tower)
+        self._newer = newer
         self._numel = {name: torch.Size(shape).numel() for name, shape in self._missing.items()}
         self._file: FileIO | None = None
         self._entries: dict[str, dict[str, Any]] = {}

@@ -22,7 +22,7 @@ from megarl.models.hf_read import HfReader
 from megarl.models.mapping import within
 from megarl.models.parts import Dealing, Part, part_of
 from megarl.models.rule_table import FUSED
-from megarl.models.rules import LayerSpec, Rule, expected_tensors, rules
+from megarl.models.rules import TOWER, LayerSpec, Rule, expected_tensors, rules
 
 Bucket = list[tuple[str, Tensor]]
 Value = Callable[[str, Tensor], Tensor]
@@ -63,8 +63,13 @@ def _global_name(name: str, layers: Sequence[int], first_expert: int) -> str:
 
 @contextmanager
 def exact_buffers(chunks: Sequence[Module]) -> Iterator[None]:
-    """Casts of the model within the block leave the mapped buffers (float32) as they were, bit for bit."""
-    kept = [(c, name, buffer) for c in chunks for name, buffer in c.named_buffers() if name.endswith(BUFFERS)]
+    """Casts of the model within the block leave the mapped buffers (float32), and a tower's, as they were, bit for bit."""
+    kept = [
+        (chunk, name, buffer)
+        for chunk in chunks
+        for name, buffer in chunk.named_buffers()
+        if name.endswith(BUFFERS) or name.startswith(TOWER)
+    ]
     yield
     for chunk, name, buffer in kept:
         chunk.get_buffer(name).data = buffer.data

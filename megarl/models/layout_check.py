@@ -82,9 +82,15 @@ def layout_problems(config: ModelConfig, layout: Layout) -> list[str]:
             f"cp {layout.cp} would cut sequences, through which the state of its linear attention runs (tp, pp and dp do not)"
         )
     try:
-        stage_layers(layout, config.num_layers)
+        first = len(stage_layers(layout, config.num_layers)[0][0])
     except UserError as error:
-        problems.append(str(error).split(":", maxsplit=1)[0])
+        return [*problems, str(error).split(":", maxsplit=1)[0]]
+    vision = config.vision
+    if vision is not None and vision.tower and first < vision.deepstack and layout.pp > 1:
+        problems.append(
+            f"the first pipeline stage has {first} layers, and behind the first {vision.deepstack} features of images are added, "
+            "whose gradients a vision tower that learns has to have there (first_stage_layers says how many it has)"
+        )
     return problems
 
 

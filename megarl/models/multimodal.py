@@ -17,6 +17,7 @@ from megarl.models.families import FAMILIES
 from megarl.models.hf_fields import Fields, shown
 
 SHOWN = 5
+TOWER = "visual."  # how names of a vision tower's tensors begin, behind what else may stand in front
 # How architectures' names end; the second, of a head of one score, is megarl's own: transformers has no such multimodal model.
 CONDITIONAL, SCORING = "ForConditionalGeneration", "ForSequenceClassification"
 
@@ -121,11 +122,23 @@ def read_multimodal(fields: Fields) -> Multimodal:
 
 
 def whole_name(text: str, *, newer: bool) -> str:
-    """What a tensor of the text part is called in a folder of a model that megarl trains with images.
+    """What a tensor of the text part, or of a tower that learns, is called in a folder of a model that megarl trains with images.
 
     newer: as transformers' modules are called since its version 5, not as Qwen2.5-VL is published.
     """
+    if newer and text.startswith(TOWER):
+        return f"model.{text}"
     return f"model.language_model.{text.removeprefix('model.')}" if newer and text.startswith("model.") else text
+
+
+def tower_names(names: Iterable[str]) -> dict[str, str]:
+    """What tensors of the vision tower are called in it -> what they are called in a multimodal folder. names: of its tensors."""
+    return {name.partition(TOWER)[2]: name for name in names if TOWER in name}
+
+
+def has_newer_names(names: Iterable[str]) -> bool:
+    """Whether a multimodal folder's tensors are called as transformers' modules are since its version 5."""
+    return any(name.startswith(f"model.{TOWER}") for name in names)
 
 
 def sees(architectures: Iterable[str]) -> bool:

@@ -11,7 +11,8 @@ from megarl.models.hf_config import load_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.layout_check import check_layout
 from megarl.models.rules import expected_tensors
-from megarl.recipe.layouts import role_layouts
+from megarl.models.tower_files import with_tower
+from megarl.recipe.layouts import role_layouts, tower_roles
 from megarl.recipe.rollout_rules import longest_sample
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.scoring import asked_of_teacher
@@ -23,8 +24,24 @@ def check_roles(recipe: AnyRecipe, policy: ModelConfig) -> None:
     """Every role's model, tokens and layout. Raises UserError. policy: the model of model.path, checked already."""
     named = _named_models(recipe) if isinstance(recipe, Recipe) else {}
     models = {role: _model_of(role, path, recipe, policy) for role, path in named.items()}
+    towers = tower_roles(recipe)
     for role, layout in role_layouts(recipe).items():
-        check_layout(models.get(role, policy), layout, f"{role}.parallel")
+        model = models.get(role, policy)
+        if role in towers:
+            model = _with_tower(model, named.get(role, recipe.model.path), role, recipe)
+        check_layout(model, layout, f"{role}.parallel")
+
+
+def _with_tower(model: ModelConfig, folder: Path, role: str, recipe: AnyRecipe) -> ModelConfig:
+    """The model with the vision tower that learns with it. Raises UserError where it has none, or is shown no image."""
+    key = f"{role}.optimizer.freeze_vision_tower: false lets a vision tower learn, and"
+    if model.vision is None:
+        raise UserError(f"{key} {folder} is a model that sees no images. Remove the key, or name a model that does.")
+    if recipe.data.images_key is None and not (isinstance(recipe, Recipe) and recipe.agent is not None):
+        raise UserError(
+            f"{key} with data.images_key null no row has an image. Name the field of images there, or remove the key."
+        )
+    return with_tower(model, folder)
 
 
 def _named_models(recipe: Recipe) -> dict[str, Path]:

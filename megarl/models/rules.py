@@ -16,6 +16,8 @@ from megarl.models.rule_table import EMBEDDING, FINAL_NORM, HEAD, LAYER, SCORE_H
 # torch: our own layer spec. transformer_engine: fuses norms into the linears behind them, and groups experts.
 LayerSpec = Literal["torch", "transformer_engine"]
 OTHER_SHARED = ("hunyuan_v1_moe", "gemma4")  # families whose shared experts have other names
+# How names of a vision tower's tensors begin, which is one module of Megatron's model, and in an HF folder's text part.
+TOWER, HF_TOWER = "vision_tower.", "visual."
 MIXTRAL_NAMES, HUNYUAN_MOE = ("mixtral", "minimax_m2"), "hunyuan_v1_moe"  # families
 
 
@@ -95,6 +97,7 @@ def rules(config: ModelConfig, spec: LayerSpec, *, has_head_copy: bool = False) 
     has_head_copy: the last pipeline stage holds a copy of tied embeddings (the first stage is another).
     """
     sizes, last = _sizes(config), config.num_layers - 1
+    yield from _tower(config)
     yield _rule(EMBEDDING, sizes, spec, layer=0)
     for layer in range(config.num_layers):
         sizes = _sizes(config.of_layer(layer))
@@ -116,6 +119,12 @@ def rules(config: ModelConfig, spec: LayerSpec, *, has_head_copy: bool = False) 
         yield _rule(HEAD, sizes, spec, layer=last)
     elif has_head_copy:
         yield _rule(TIED_HEAD, sizes, spec, layer=last)
+
+
+def _tower(config: ModelConfig) -> Iterator[Rule]:
+    """Of a vision tower that is a part of the model: every rank of the first stage has all of it."""
+    for name, shape in config.vision.tower if config.vision is not None else ():
+        yield Rule(TOWER + name, (Source(HF_TOWER + name, shape),), "whole", rounds=1, is_padded=False, layer=0)
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -6,14 +6,18 @@ Where features come from is vision_tower.py's. Import only after `models.bootstr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megarl.models.vision import Vision
+from megarl.models.vision_tower import check_tower, make_tower
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,21 @@ class Pass:
     """What the pass that is under way sees; None is text alone."""
 
     seen: Seen | None = None
+
+
+def add_tower(
+    chunks: Sequence[GPTModel], folder: Path, dtype: torch.dtype, device: str, *, loads: bool, recomputed: bool
+) -> None:
+    """Make a vision tower a part of the model, on the stage that has the embedding; what is in its weights is not set.
+
+    folder: with its config. loads: its weights are there too, and will be loaded. recomputed: its blocks are computed again in
+    backward. Raises UserError where the folder's tower is not its config's.
+    """
+    for chunk in chunks:
+        if chunk.pre_process:
+            chunk.vision_tower = make_tower(folder, dtype, device, recomputed=recomputed)
+            if loads:
+                check_tower(chunk.vision_tower, folder)
 
 
 def needs_features(chunk: GPTModel, vision: Vision) -> bool:

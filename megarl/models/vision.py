@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.hf_fields import Fields
-from megarl.models.tower_size import patch_size, tower_elements, tower_width
+from megarl.models.tower_size import TowerShape, patch_size, tower_elements, tower_shape, tower_width
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR, IMAGE_PROCESSOR = "processor_config.json", "image_processor"  # as transformers 5 writes both into one file
@@ -40,8 +40,10 @@ class Vision:
     most_pixels: of an image, which is made larger or smaller until it has as many. axes: of a head's frequencies, how many turn
     by a token's place in time, by its row, and by its column. interleaved: these take turns, as far as they go. deepstack: how
     many of the first layers add what the tower saw earlier to the hidden states of images (Qwen3-VL). tower_elements: of its
-    weights. tower_width: by which a server counts how large it is. video_token: a server takes it for a place of a video, of
-    which megarl has none.
+    weights. tower_width: by which a server counts how large it is. tower_heads: of its attention. video_token: a server takes it
+    for a place of a video, of which megarl has none. tower: the tensors of a tower that is a part of the model, because it
+    learns: names behind `visual.`, and shapes. Without any it stands in front of the model, frozen. newer_names: of such a
+    model's folder, as `multimodal.whole_name` has them. shape: of the tower, which says what it keeps while it learns.
     """
 
     image_token: int
@@ -55,7 +57,11 @@ class Vision:
     deepstack: int = 0
     tower_elements: int = 0
     tower_width: int = 1024
+    tower_heads: int = 16
     video_token: int | None = None
+    tower: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    newer_names: bool = False
+    shape: TowerShape | None = None
 
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """Width and height at which an image of this size comes to the model. Raises ValueError for one that is too narrow."""
@@ -158,6 +164,8 @@ def parse_vision(raw: Mapping[str, Any], path: Path, processor: Mapping[str, Any
         deepstack=len(tower.counts("deepstack_visual_indexes")),
         tower_elements=tower_elements(tower),
         tower_width=tower_width(tower),
+        tower_heads=tower.count("num_heads", 16),  # transformers' default
+        shape=tower_shape(tower),
         video_token=fields.count("video_token_id", least=0) if "video_token_id" in fields.raw else None,
     )
 

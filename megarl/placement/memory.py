@@ -30,6 +30,7 @@ MASTER_BYTES, MOMENT_BYTES = 4, 8
 # What a role that is offloaded leaves on the device: caches, small buffers.
 OFFLOADED_SHARE = 0.02
 FLOAT = 4
+KEPT_FEATURES = 2**29  # of the last images (models/vision_tower.py)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,18 @@ class RoleBytes:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """The images that a vision tower learns from. squares: of the largest. images: of a mini-batch, each counted once.
+
+    samples: of a mini-batch, among which its images are.
+    """
+
+    squares: float
+    images: float
+    samples: float
+
+
+@dataclass(frozen=True)
 class Role:
     """How a role uses its model.
 
@@ -72,7 +85,7 @@ class Role:
     ranks share out the optimizer's state. lora: adapters that alone are trained. shares: whether the weights are another
     role's, as those of LoRA's reference are. sequence: tokens of the longest sequence of a micro-batch; None: as
     long as the micro-batch. mean: tokens of a sequence, to which its padding comes; None: nothing is padded. passes: whether one
-    that is trained also goes over its micro-batches without gradients.
+    that is trained also goes over its micro-batches without gradients. shown: of a vision tower that learns; None: it is frozen.
     """
 
     trained: bool
@@ -83,6 +96,7 @@ class Role:
     sequence: float | None = None
     mean: float | None = None
     passes: bool = False
+    shown: Shown | None = None
 
 
 def role_bytes(
@@ -126,6 +140,23 @@ def _tower(counting: Counting, stage: Stage) -> Any:
     return 0 if vision is None else stage.embedding * vision.tower_elements
 
 
+def _learning(counting: Counting, stage: Stage, shown: Shown) -> tuple[Any, Any]:
+    """Of a vision tower that learns: bytes of one image's backward pass, and of what a mini-batch asks of all its images.
+
+    Features of all of them are kept, and their gradients added up in float32 (training/image_features.py); each is taken to be
+    as large as the largest. The layers' activations are gone by the time of the tower's.
+    """
+    config, choice = counting.config, counting.choice
+    vision = config.vision
+    assert vision is not None and vision.shape is not None
+    again, once = (vision.shape.backward_bytes(shown.squares, counting.each, again=each) for each in (True, False))
+    images = np.minimum(np.ceil(shown.images), np.ceil(shown.samples / choice.dp))
+    features = images * shown.squares * (1 + vision.deepstack) * config.hidden_size
+    kept = np.minimum(features * counting.each, KEPT_FEATURES)
+    backward = np.where(choice.recompute == FULL, again, once)
+    return stage.embedding * backward, stage.embedding * (features * FLOAT + kept)
+
+
 def _stage_bytes(counting: Counting, stage: Stage, role: Role) -> RoleBytes:
     choice, zero = counting.choice, np.zeros(len(counting.choice))
     sizes = model_sizes(counting.config, head=role.head)
@@ -139,6 +170,10 @@ def _stage_bytes(counting: Counting, stage: Stage, role: Role) -> RoleBytes:
         dense = adapter_sizes(counting.config, role.lora, choice.tp, stage.layers, stage.moe_layers)
         routed = routed_adapter_sizes(counting.config, role.lora, choice.ep, choice.etp, stage.moe_layers) + zero
         weights = weights + (dense + routed) * counting.each
+    tower = zero
+    if role.shown is not None:
+        dense = dense + _tower(counting, stage)
+        tower, asked = _learning(counting, stage, role.shown)
     master = MASTER_BYTES * (counting.each < MASTER_BYTES) + MOMENT_BYTES
     activations, logits = _training(counting, stage, role, sizes)
     if role.passes:
@@ -149,11 +184,14 @@ def _stage_bytes(counting: Counting, stage: Stage, role: Role) -> RoleBytes:
     # Gradients are summed when no activations are left, those of experts by themselves.
     summed = np.maximum(dense * (choice.dp * choice.cp > 1), routed * (choice.edp > 1)) * GRADIENT_BYTES
     summed = summed * (counting.kernels.sums_in_copies and role.sharded)
+    activations = np.maximum(activations, np.maximum(summed, tower) - logits)
+    if role.shown is not None:
+        activations = activations + asked
     return RoleBytes(
         weights,
         (dense + routed) * GRADIENT_BYTES,
         master * (dense / (choice.dp * choice.cp) + routed / choice.edp if role.sharded else dense + routed),
-        np.maximum(activations, summed - logits),
+        activations,
         logits,
     )
 

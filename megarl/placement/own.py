@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import permutations
 
 from megarl.core.errors import UserError
+from megarl.models.config import ModelConfig
 from megarl.models.layout_check import check_layout, check_server_layout
 from megarl.placement.cluster import Cluster
 from megarl.placement.plan import Own
@@ -21,7 +22,7 @@ def own_placement(recipe: Recipe, workload: Workload, cluster: Cluster) -> Own:
     try:
         for role, layout in role_layouts(recipe).items():
             if role in workload.models:
-                check_layout(workload.models[role], layout, f"{role}.parallel")
+                check_layout(_with_tower(role, workload), layout, f"{role}.parallel")
         plan_batches(recipe)
         check_server_layout(workload.models[ROLLOUT], recipe.rollout.tp, pads=cluster.device.pads_servers)
     except UserError as error:
@@ -39,6 +40,14 @@ def own_placement(recipe: Recipe, workload: Workload, cluster: Cluster) -> Own:
     every = [_on(recipe, workload, cluster, kind, serving) for kind, serving in hosts]
     # What runs comes first, and then what is fastest.
     return min(every, key=lambda own: (own.problem is not None, own.predicted.step_s if own.predicted else 0.0))
+
+
+def _with_tower(role: str, workload: Workload) -> ModelConfig:
+    """A role's model; of a tower that learns with it no more is known here than how large it is."""
+    config = workload.models[role]
+    if role not in workload.towers or config.vision is None:
+        return config
+    return config.with_tower({"": (config.vision.tower_elements,)}, newer_names=False)
 
 
 def _on(recipe: Recipe, workload: Workload, cluster: Cluster, kind: Cluster, serving: Cluster | None) -> Own:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.models.config import ModelConfig
 from megarl.placement.cluster import Cluster
 from megarl.placement.communicators import exchange_bytes, frozen_bytes
 from megarl.placement.compute import Seconds, core_share, score_seconds, update_seconds
@@ -23,6 +24,7 @@ from megarl.placement.memory import (
     Role,
     RoleBytes,
     ServerBytes,
+    Shown,
     role_bytes,
     server_bytes,
     top_bytes,
@@ -150,6 +152,8 @@ def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, po
         trained=trained,
         head=has_head(role),
     )
+    if role in workload.towers and config.vision is not None:
+        choice = choice.take(first_layers(choice, config) >= config.vision.deepstack * (choice.pp > 1))
     held = held_bytes(role, choice, workload, cluster)
     choice = choice.take(held.state + held.working <= cluster.usable_bytes)
     held = held_bytes(role, choice, workload, cluster)
@@ -161,6 +165,12 @@ def role_table(role: str, workload: Workload, cluster: Cluster, space: Space, po
     ]
     rows, offloaded = np.concatenate(kept).T
     return price_role(role, choice.take(rows), offloaded > 0, workload, cluster)
+
+
+def first_layers(choice: Layouts, config: ModelConfig) -> Ints:
+    """[N] layers of the first virtual stage."""
+    even = config.num_layers // choice.pp
+    return np.where(choice.first_layers > 0, choice.first_layers, even) // choice.vpp
 
 
 def price_role(
@@ -322,6 +332,7 @@ def held_bytes(
         sequence=workload.longest_sample,
         mean=workload.prompt_tokens + workload.responses.mean,
         passes=role == CRITIC or (role == ACTOR and scored),
+        shown=shown_to(role, workload),
     )
     held = role_bytes(workload.models[role], choice, workload.bytes_each, use, cluster.device.kernels)
     if own_groups and not use.shares:
@@ -331,6 +342,14 @@ def held_bytes(
         return held
     mini_batch = workload.tokens / workload.mini_batches
     return replace(held, activations=held.activations + top_bytes(choice, workload.teacher_top, mini_batch))
+
+
+def shown_to(role: str, workload: Workload) -> Shown | None:
+    """What a role's vision tower learns from, where it learns: an image of the largest size in each prompt."""
+    if role not in workload.towers:
+        return None
+    minis = workload.mini_batches
+    return Shown(workload.largest_image, workload.prompts / minis, workload.samples / minis)
 
 
 def served_bytes(choice: Servers, workload: Workload, cluster: Cluster) -> ServerBytes:

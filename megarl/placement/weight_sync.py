@@ -125,13 +125,14 @@ def sync_seconds(
     cluster: the servers'. across: whether the actor is on nodes of another kind. On its own devices: as if each held one
     of so many even parts as its node has devices. Servers are taken as tp 1. Over the disk one node writes all.
     """
-    total, node = model_sizes(config).total * workload.bytes_each, cluster.devices_per_node
+    total = model_sizes(config).total * workload.bytes_each + workload.sent_tower
+    node = cluster.devices_per_node
     if workload.transport == "adapters" and workload.lora is not None:
         lora = workload.lora
         alone = adapter_s(cluster, adapter_bytes(config, lora.rank, tuple(lora.targets), workload.bytes_each))
         return alone, alone
     fixed = cluster.rates.sync_s + engine_s(cluster, config)
-    sent = workload.served_weights  # what is quantised is, by its sender
+    sent = workload.served_weights + workload.sent_tower  # what is quantised is, by its sender
     load = float(load_s(cluster, sent, 1))
     if workload.transport == "disk":
         by_disk = fixed + write_s(cluster, sent) + read_s(cluster, sent) + load

@@ -21,6 +21,7 @@ from megarl.placement.sizes import model_sizes
 from megarl.placement.states import StatePool, state_pool
 from megarl.recipe.batch import uneven_mini_batch
 from megarl.recipe.functions import asked
+from megarl.recipe.layouts import tower_roles
 from megarl.recipe.roles import Lora
 from megarl.recipe.rollout_rules import longest_sample
 from megarl.recipe.sampling_rules import beside_ranks
@@ -56,6 +57,7 @@ class Workload:
     how weights go to servers. async_save: whether checkpoints are written beside the training. teacher_top: of how many of a
     teacher's likeliest tokens at each position the actor is given log-probs; 0: of none.
     states: how servers keep those of linear attention. replays_routing: whether servers tell ranks which experts they chose.
+    towers: roles whose vision tower learns. largest_image: squares of an image at most.
     """
 
     models: Mapping[str, ModelConfig]
@@ -84,6 +86,8 @@ class Workload:
     teacher_top: int = 0
     states: StatePool = field(default_factory=StatePool)
     replays_routing: bool = False
+    towers: frozenset[str] = frozenset()
+    largest_image: int = 0
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -127,6 +131,12 @@ class Workload:
         ends = sizes.embedding * (1 if sizes.tied else 2)
         return (sizes.total - ends) * self.served_bytes_each + ends * self.bytes_each
 
+    @property
+    def sent_tower(self) -> float:
+        """Bytes of a vision tower that goes to the servers with each weight sync: the actor's, where it learns."""
+        vision = self.models[ROLLOUT].vision
+        return 0.0 if vision is None or ACTOR not in self.towers else float(vision.tower_elements * self.bytes_each)
+
 
 def recipe_workload(
     recipe: Recipe,
@@ -138,8 +148,8 @@ def recipe_workload(
 ) -> Workload:
     """The workload of a recipe. model: the actor's. read: reads those of other folders; default: read_model.
 
-    responses: their lengths where they are known; else the likely ones of `assumed_lengths`. prompt_tokens: mean, where it is
-    known. Raises UserError for samples that are longer than a model's context, and mini-batches that do not divide a step's.
+    responses, prompt_tokens: their lengths, and mean, where known; else the likely ones of `assumed_lengths`. Raises UserError
+    for samples that are longer than a model's context, and mini-batches that do not divide a step's.
     """
     rollout, actor, read = recipe.rollout, recipe.actor, read or read_model
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -157,7 +167,6 @@ def recipe_workload(
     if uneven := uneven_mini_batch(rollout.prompts_per_step, rollout.samples_per_prompt, mini_batch):
         raise UserError(uneven)
     taught = recipe.teacher is not None and asked(recipe.algorithm, "may ask for all").teacher_top
-    given = max(actor.micro_batch_tokens, longest)
     return Workload(
         models=models,
         prompts=rollout.prompts_per_step,
@@ -166,7 +175,7 @@ def recipe_workload(
         prompt_tokens=prompt_tokens or min(ASSUMED_PROMPT, recipe.data.max_prompt_tokens / 2),
         responses=responses or assumed_lengths(rollout.max_response_tokens).likely,
         longest_sample=longest,
-        micro_tokens=tuple(sorted({longest, max(longest, given // 2), given, given * 2})),
+        micro_tokens=micro_sizes(actor.micro_batch_tokens, longest),
         epochs=actor.epochs,
         critic_epochs=1 if recipe.critic is None else recipe.critic.epochs,
         max_running=rollout.max_running_requests,
@@ -186,7 +195,36 @@ def recipe_workload(
         teacher_top=recipe.algorithm.distill_top_k if taught else 0,
         states=state_pool(rollout.server_args, rollout.max_running_requests),
         replays_routing=actor.routing_replay,
+        towers=learning_towers(recipe, models),
+        largest_image=largest_image(recipe, model),
     )
+
+
+def micro_sizes(asked_for: int, longest: int) -> tuple[int, ...]:
+    """Sizes of a micro-batch that may be chosen, around the recipe's; each holds the longest sample."""
+    given = max(asked_for, longest)
+    return tuple(sorted({longest, max(longest, given // 2), given, given * 2}))
+
+
+def learning_towers(recipe: Recipe, models: Mapping[str, ModelConfig]) -> frozenset[str]:
+    """Roles of the recipe whose vision tower learns. Raises UserError for one whose model has none."""
+    found = frozenset(tower_roles(recipe)) & frozenset(TRAINED)
+    for role in sorted(found):
+        if models[role].vision is None:
+            raise UserError(
+                f"{role}.optimizer.freeze_vision_tower: false lets a vision tower learn, and the {role}'s model sees no images. "
+                "Remove the key, or name a model that does."
+            )
+    return found
+
+
+def largest_image(recipe: Recipe, model: ModelConfig) -> int:
+    """Squares of the largest image that the recipe lets through: of a prompt, or, where episodes may show others, of a sample."""
+    vision = model.vision
+    if vision is None:
+        return 0
+    most = min(vision.most_pixels, recipe.data.max_image_pixels or vision.most_pixels) // vision.square**2
+    return min(most, recipe.data.max_prompt_tokens if recipe.agent is None else longest_sample(recipe))
 
 
 def is_tied(recipe: Recipe) -> bool:

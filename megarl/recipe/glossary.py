@@ -132,6 +132,7 @@ ENTRIES = (
     Entry("actor.offload", "param_offload grad_offload optimizer_offload", "offload_train", "", "adam_offload deepspeed_enable_sleep"),
     Entry("actor.aux_loss_coef", "", "moe_aux_loss_coeff", "router_aux_loss_coef", "aux_loss_coef"),
     Entry("actor.optimizer.freeze_router", "", "", "", "", nemo_rl="freeze_moe_router"),
+    Entry("actor.optimizer.freeze_vision_tower", "freeze_vision_tower", "", "", ""),
     Entry("actor.routing_replay", "", "use_rollout_routing_replay", "", ""),
     Entry("actor.lora.rank", "lora_rank", "", "lora_r", "lora_rank", nemo_rl="lora_cfg.dim"),
     Entry("actor.lora.targets", "target_modules", "", "lora_target_modules", "target_modules", "Megatron's names; all: their all-linear", nemo_rl="lora_cfg.target_modules"),

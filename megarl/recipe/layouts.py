@@ -82,6 +82,18 @@ def kept_roles(recipe: Recipe) -> list[str]:
     return ["actor", *critic, *reference]
 
 
+def tower_roles(recipe: AnyRecipe) -> set[str]:
+    """The roles that have a vision tower as a part of their model: those whose tower learns, and who takes its weights over."""
+    roles = set() if recipe.actor.optimizer.freeze_vision_tower else {"actor"}
+    if not isinstance(recipe, Recipe):
+        return roles
+    if roles and "reference" in kept_roles(recipe):
+        roles.add("reference")
+    if recipe.critic is not None and not recipe.critic.optimizer.freeze_vision_tower:
+        roles.add("critic")
+    return roles
+
+
 def num_shards(recipe: AnyRecipe) -> int:
     """Shards that a step's samples are assigned in: every data-parallel rank of every role gets as many of them."""
     return math.lcm(*(layout.dp for layout in role_layouts(recipe).values()))

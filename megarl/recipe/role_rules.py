@@ -166,6 +166,14 @@ ROLE_CONTRADICTIONS: tuple[Contradiction, ...] = (
         LEARNING["actor"],
     ),
     Contradiction(
+        "actor.optimizer.freeze_vision_tower",
+        lambda r, _: r.actor.lora is not None and not r.actor.optimizer.freeze_vision_tower,
+        lambda _: (
+            "under actor.lora adapters alone learn, and the vision tower has none. Set it to true, or remove actor.lora"
+        ),
+        LEARNING["actor"],
+    ),
+    Contradiction(
         "teacher.path",
         lambda r, _: r.teacher is not None and r.teacher.path is None and r.teacher.servers is None,
         lambda _: "it is missing. Name the teacher's folder, or in teacher.servers where it is served",

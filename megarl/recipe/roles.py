@@ -77,6 +77,7 @@ class Optimizer(Section):
         0.0, description="learning rate at the end of a linear or cosine schedule"
     )
     freeze_router: bool = Field(False, description="routers of a mixture of experts stay as they are")
+    freeze_vision_tower: bool = Field(True, description="the vision tower of a model that sees images stays as it is")
 
     def warmup_of(self, total_steps: int) -> int:
         """Steps of warm-up among so many."""

@@ -26,8 +26,13 @@ REARRANGING = (
 )
 
 
+WHOLE_TOWER = "--mm-enable-dp-encoder"  # every rank has all of the vision tower, of which hashes are where it learns
+
+
 def _rearranging(recipe: Recipe) -> list[str]:
-    return [word for word in recipe.rollout.server_args if word.startswith(REARRANGING)]
+    learns = not recipe.actor.optimizer.freeze_vision_tower
+    flags = (*REARRANGING, WHOLE_TOWER) if learns else REARRANGING
+    return [word for word in recipe.rollout.server_args if word.startswith(flags)]
 
 
 # Flags of SGLang by which rollout.quantization has servers start.

@@ -13,11 +13,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 from megarl.core.errors import MegarlError
 from megarl.core.log import get_logger
-from megarl.core.types import Block, FloatArray, Prompt, Sample, Status, TokenArray
+from megarl.core.types import Block, FloatArray, Prompt, Sample, Status
 from megarl.data.chat import Tokenizer, load_tokenizer
 from megarl.data.images import Sight
 from megarl.data.prompts import PromptSet, load_prompts
@@ -38,6 +36,7 @@ from megarl.rollout.journal import JOURNAL, Journal, Written, steps_of
 from megarl.rollout.notices import Notices
 from megarl.rollout.pictures import Pictures
 from megarl.rollout.pieces import Decode
+from megarl.rollout.probe import Probe, Prober
 from megarl.rollout.requests import held_out_sampling, train_sampling
 from megarl.rollout.sample_facts import eval_facts, group_facts
 from megarl.rollout.samples_file import shown, write_samples
@@ -51,8 +50,6 @@ from megarl.serving.sampling import Sampling
 
 log = get_logger(__name__)
 
-PROBE_SEQUENCES = 4
-PROBE_TOKENS = 128
 CUT_S, CUT_AGAIN_S = 10.0, 0.5
 # That a group which has finished waits for others before it is written down, where the step waits for these anyway.
 PATIENCE_S = 0.5
@@ -111,7 +108,9 @@ class Collector:
         self._groups: dict[int, _Group] = {}
         self._under_way: set[int] = set()  # of these, those whose samples are still being made
         self._finished: asyncio.Queue[GroupFacts | int | BaseException] = asyncio.Queue()
-        self._probe: list[list[int]] = []
+        self._prober = Prober(
+            prompts.prompts, self._pictures, image_token, tower_learns=not recipe.actor.optimizer.freeze_vision_tower
+        )
         self.notices = notices or Notices()
         self._environment_failed = False
 
@@ -230,8 +229,7 @@ class Collector:
         """This collector's block of each shard of a step."""
         samples = [self._groups[group].samples[at] for group, at in part.samples]
         if samples:
-            # No more than these: the samples themselves are let go once they have been trained on.
-            self._probe = self._some([(sample.prompt.token_ids, sample.response_ids) for sample in samples])
+            self._prober.take(samples)
         return blocks_of(part, samples, by_turn=by_turn(self._recipe))
 
     async def columns(self, part: Part) -> tuple[FloatArray, ...]:
@@ -262,16 +260,12 @@ class Collector:
             self._write(f"eval_{step:06d}.jsonl", samples)
         return eval_facts(asked, samples, settings)
 
-    def probe(self) -> list[list[int]]:
-        """A few short token sequences, of the last step where there was one: what a weight sync is verified on."""
-        return self._probe or self._some([(prompt.token_ids,) for prompt in self._prompts.prompts])
+    async def probe(self) -> Probe:
+        """What a weight sync is verified on."""
+        return await self._prober.probe()
 
     def _pictures(self, prompt: Prompt) -> Pictures:
         return Pictures(prompt, self._image_token, self._video_token)
-
-    def _some(self, sequences: Sequence[tuple[TokenArray, ...]]) -> list[list[int]]:
-        """Of these, without tokens of images: what is verified is said of text."""
-        return _some([tuple(ids[ids != self._image_token] for ids in pieces) for pieces in sequences])
 
     def _made(self, group: int, making: asyncio.Task[None]) -> None:
         """Whoever waits for news is told of what nobody foresaw: a group that never finishes would be waited for in vain."""
@@ -385,11 +379,3 @@ async def _abort(server: ServerEndpoint) -> None:
             await client.abort(CUT_S)
         except MegarlError as error:
             log.warning("%s", error)
-
-
-def _some(sequences: Sequence[tuple[TokenArray, ...]]) -> list[list[int]]:
-    """The last tokens of a few of these, each given in pieces."""
-    usable = [pieces for pieces in sequences if sum(map(len, pieces)) > 1]
-    # Neighbours are of the same group and say much the same: spread over the step.
-    chosen = usable[:: max(1, len(usable) // PROBE_SEQUENCES)][:PROBE_SEQUENCES]
-    return [np.concatenate(pieces)[-PROBE_TOKENS:].tolist() for pieces in chosen]

@@ -22,6 +22,7 @@ from megarl.rollout.handed import blocks_of, columns_of
 from megarl.rollout.journal import Journal
 from megarl.rollout.notices import Notices
 from megarl.rollout.pictures import Pictures
+from megarl.rollout.probe import Probe
 from megarl.rollout.sample_facts import group_facts
 from megarl.rollout.tasks import DataFacts, EvalFacts, GroupTask, Load, News
 from megarl.rollout.turns import by_turn
@@ -124,7 +125,7 @@ class ReplayCollector:
         """Raises MegarlError."""
         raise MegarlError("Nothing can be evaluated without servers.")
 
-    def probe(self) -> list[list[int]]:
+    async def probe(self) -> Probe:
         """Raises MegarlError."""
         raise MegarlError("No weight sync can be verified without servers.")
 

@@ -114,7 +114,7 @@ def run_plan(path: Path, overrides: list[str], cluster: Cluster, options: PlanOp
         workload = _with_staleness(workload, loaded, options.max_staleness)
     plan = _searched(recipe, workload, cluster, options)
     seconds = _band(recipe, workload, cluster, options, plan, lengths)
-    console.print(_words(lengths, seconds, _may_see(recipe, workload)), highlight=False)
+    console.print("\n".join(_words(recipe, workload, lengths, seconds)), highlight=False)
     if (asks := _unlike_pick(recipe, plan)) is not None:
         console.print(
             f"{asks} has servers work while the ranks train, and the fastest placement has both on the same devices: to run it, "
@@ -232,7 +232,25 @@ def _may_see(recipe: Recipe, workload: Workload) -> bool:
     return workload.models[ROLLOUT].vision is not None and recipe.data.images_key is not None
 
 
-def _words(lengths: Known, seconds: tuple[float, ...], sees: bool) -> str:
+def _tower_words(workload: Workload) -> tuple[str, ...]:
+    """A line on what is counted of vision towers that learn."""
+    seen = {role: vision for role in workload.towers if (vision := workload.models[role].vision) is not None}
+    if not seen:
+        return ()
+    each = "; ".join(f"{role}, {seen[role].tower_elements / 1e6:.4g} million weights" for role in sorted(seen))
+    return (
+        f"Vision towers that learn ({each}): memory is counted with an image of {workload.largest_image} tokens in each prompt, "
+        "the largest that the recipe lets through (data.max_image_pixels bounds it), and weight syncs with the actor's tower. "
+        "What images take of time is not counted: how large they are is not known.",
+    )
+
+
+def _words(recipe: Recipe, workload: Workload, lengths: Known, seconds: tuple[float, ...]) -> tuple[str, ...]:
+    """What a plan does not know, before its tables."""
+    return _length_words(lengths, seconds, _may_see(recipe, workload)), *_tower_words(workload)
+
+
+def _length_words(lengths: Known, seconds: tuple[float, ...], sees: bool) -> str:
     """How sure the prediction is, by its lengths; sees: whether prompts may have images."""
     if lengths.band is None:
         return (

@@ -10,11 +10,12 @@ from rich.console import Console
 
 from megarl.models.config import ModelConfig
 from megarl.models.layout_check import check_layout, check_server_layout
+from megarl.models.tower_files import with_tower
 from megarl.placement.apply import apply_plan, plan_recipe
 from megarl.placement.cluster import Cluster, one_kind
 from megarl.placement.weight_sync import adapter_bytes, adapter_s
 from megarl.placement.workload import recipe_workload, transport_of
-from megarl.recipe.layouts import role_layouts
+from megarl.recipe.layouts import role_layouts, tower_roles
 from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.run.model_check import with_linears
@@ -36,15 +37,21 @@ def run_plan_sync(path: Path, overrides: list[str], cluster: Cluster, *, as_text
     if recipe.placement.name is not None:
         workload = recipe_workload(recipe, models.policy, read=models)
         recipe = apply_plan(recipe, plan_recipe(recipe, workload, cluster, recipe.placement.name, top=1))
+    policy = models.policy
+    if "actor" in tower_roles(recipe):
+        if policy.vision is not None and any(recipe.model.path.glob("*.safetensors")):
+            policy = with_tower(policy, recipe.model.path)
+        else:
+            console.print("The vision tower's weights, which are sent too, are left out: their names are not here.")
     for note in models.notes:
         console.print(note, highlight=False)
-    check_layout(models.policy, role_layouts(recipe)["actor"], "actor.parallel")
+    check_layout(policy, role_layouts(recipe)["actor"], "actor.parallel")
     if recipe.rollout.external is None:
         check_server_layout(models.policy, recipe.rollout.tp, pads=cluster.device.pads_servers)
     if transport_of(recipe) == "adapters":
         _print_adapters(recipe, models.policy, cluster, console, as_text=as_text)
         return
-    plan, quantized = plan_of(recipe, models.policy, cluster), recipe.rollout.quantization is not None
+    plan, quantized = plan_of(recipe, policy, cluster), recipe.rollout.quantization is not None
     if as_text:
         sys.stdout.write(json.dumps(as_json(plan, cluster, quantized=quantized)) + "\n")
     else:

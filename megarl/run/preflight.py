@@ -58,6 +58,7 @@ from megarl.run.rows_check import (
     check_margins,
     check_sets,
     check_tokens,
+    check_tower_sees,
     checked_prompts,
     label_notes,
     row_notes,
@@ -227,6 +228,7 @@ def _preflight_supervised(recipe: SupervisedRecipe, start: Start) -> Preflight:
         texts = (text for row in loaded.rows for text in demonstrations_of(row))
         check_tokens(file, ((text.id, text.token_ids) for text in texts), model, recipe.model.path)
         check_margins(recipe, file, loaded)
+        check_tower_sees(recipe, file, some=any(text.images for row in loaded.rows for text in demonstrations_of(row)))
     check_best_label(recipe, held_out)
     sets = supervised.rows_by_set(rows, recipe.data)
     trained = sum(map(len, sets.values())) or len(rows)

@@ -41,6 +41,8 @@ def check_resumed(recipe: AnyRecipe, committed: Committed, rows: int, digests: D
             pairs |= {key if key == "model.dtype" else f"{name}.{key}": both for key, both in others.items()}
             froze = manifest.optimizer.get("freeze_router", False)  # then it has no state of them
             pairs[f"{name}.optimizer.freeze_router"] = froze, optimizer.freeze_router
+            stood = manifest.optimizer.get("freeze_vision_tower", True)  # then it is not among the weights
+            pairs[f"{name}.optimizer.freeze_vision_tower"] = stood, optimizer.freeze_vision_tower
         if name == "actor":
             lora = None if section.lora is None else section.lora.model_dump(mode="json")
             pairs["actor.lora"] = _in_order(manifest.lora), _in_order(lora)
@@ -63,8 +65,10 @@ def check_resumed(recipe: AnyRecipe, committed: Committed, rows: int, digests: D
 
 
 def _scored(folder: Path) -> ModelConfig:
-    """What a folder says of its model, as a critic; a checkpoint's is never quantised."""
-    return replace(read_model_config(folder).with_score_head(), fp8_block=None, mxfp4=False)
+    """What a folder says of its model, as a critic; a checkpoint's is never quantised, and may have a tower in its weights."""
+    config = read_model_config(folder).with_score_head()
+    vision = None if config.vision is None else replace(config.vision, tower=(), newer_names=False)
+    return replace(config, fp8_block=None, mxfp4=False, vision=vision)
 
 
 def _in_order(lora: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.recipe.layouts import role_layouts
+from megarl.recipe.layouts import role_layouts, tower_roles
 from megarl.recipe.roles import RewardModel, Teacher
 from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.scoring import old_logprobs_given
@@ -83,9 +83,9 @@ def _objective(recipe: AnyRecipe) -> Objective:
 
 
 def _reference_spec(actor: RoleSpec, recipe: Recipe | DpoRecipe | KtoRecipe) -> RoleSpec:
-    """Under LoRA the reference is the actor, without its adapters."""
-    base = ACTOR if recipe.actor.lora else None
-    return replace(_frozen(actor, REFERENCE, recipe), base_of=base, offload=recipe.reference.offload)
+    """Under LoRA the reference is the actor, without its adapters. One that is refreshed takes over a tower that learns."""
+    base, tower = ACTOR if recipe.actor.lora else None, REFERENCE in tower_roles(recipe)
+    return replace(_frozen(actor, REFERENCE, recipe), base_of=base, offload=recipe.reference.offload, has_tower=tower)
 
 
 def _critic_spec(recipe: Recipe, checked: Preflight, actor: RoleSpec) -> RoleSpec:

@@ -22,7 +22,8 @@ from megarl.models.hf_config import load_model_config
 from megarl.models.recipe_vision import sight_of
 from megarl.recipe.agent import Agent
 from megarl.recipe.keep_rules import set_of
-from megarl.recipe.schema import Recipe
+from megarl.recipe.layouts import tower_roles
+from megarl.recipe.schema import AnyRecipe, Recipe
 from megarl.recipe.supervised import DpoRecipe, KtoRecipe, SupervisedRecipe
 from megarl.rewards.check import check_rendered, compares_answers
 from megarl.rewards.row_choice import check_choice, first_ungraded
@@ -45,6 +46,7 @@ def checked_prompts(recipe: Recipe, path: Path, model: ModelConfig) -> PromptSet
 def check_seen(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
     """Raises UserError for a row with images where somebody beside the policy is given its tokens, and sees none."""
     showing = [prompt for prompt in prompts if prompt.images]
+    check_tower_sees(recipe, path, some=bool(showing))
     if not showing:
         return
     row = f"{place_of(path, showing[0].id)}: the row has images"
@@ -62,6 +64,17 @@ def check_seen(recipe: Recipe, path: Path, prompts: Sequence[Prompt]) -> None:
             raise UserError(
                 f"{row}, and {role}.path {folder} is a model that sees none. Name another, or leave such rows out."
             )
+
+
+def check_tower_sees(recipe: AnyRecipe, path: Path, *, some: bool) -> None:
+    """Raises UserError where a vision tower is to learn from rows that have no image. some: whether any of the file's has one."""
+    towers = sorted(tower_roles(recipe))
+    shows = some or (isinstance(recipe, Recipe) and recipe.agent is not None)  # episodes may show others
+    if towers and not shows and path == recipe.data.train:
+        raise UserError(
+            f"{towers[0]}.optimizer.freeze_vision_tower: false lets a vision tower learn, and no row of {path} has an image in "
+            f"its field {recipe.data.images_key!r} (data.images_key). Name the field of images there, or remove the key."
+        )
 
 
 def _check_shown(agent: Agent, path: Path, showing: Sequence[Prompt]) -> None:

@@ -25,6 +25,7 @@ def server_spec(recipe: Recipe, *, lora: ServedLora | None = None, threads: int 
         quantized=settings.quantization is not None,
         held_s=recipe.deadlines.sync_s if settings.in_flight == "in_place" and settings.keep_kv else None,
         lora=lora,
+        tower_learns=not recipe.actor.optimizer.freeze_vision_tower,
         threads=threads,
         extra=(*settings.server_args, *((ROUTING,) if recipe.actor.routing_replay else ())),
     )

@@ -160,12 +160,20 @@ class ServerClient:
             return read_generation(await self._send("POST", "/generate", body), what, *asked)
 
     async def prompt_scores(
-        self, token_ids: Tokens, deadline_s: float = CALL_S, *, first: int = 1, top: int = 0, alone: bool = False
+        self,
+        token_ids: Tokens,
+        deadline_s: float = CALL_S,
+        *,
+        first: int = 1,
+        top: int = 0,
+        alone: bool = False,
+        images: SentImages | None = None,
     ) -> PromptScores:
         """What the server says of tokens first.. given those before; see `asking`. Raises as `ask` does."""
         ids = np.asarray(token_ids).tolist()
-        answer = await self._post("/generate", asking(ids, first, top, alone=alone) | self._adapter, deadline_s)
-        return read_scores(answer, self._what("/generate"), ids, first, top)
+        body = asking(ids, first, top, alone=alone, images=images) | self._adapter
+        answer = await self._post("/generate", body, deadline_s)
+        return read_scores(answer, self._what("/generate"), ids, first, top, images)
 
     async def health(self, deadline_s: float = 5.0) -> bool:
         """Whether the server answers that it is well."""
@@ -312,9 +320,7 @@ class ServerClient:
         A server that is not paused waits until no request runs; a paused one loads at once, beside what it holds.
         """
         body = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
+            **{"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]},
             "group_name": group,
             "load_format": "flattened_bucket" if flattened else None,
             # With each bucket, because it is nearly free here, and a third of a second as a call of its own.
@@ -342,13 +348,9 @@ class ServerClient:
         called from then on. A file that it cannot read leaves it with a mixture: they have to be checked before. flush_cache: see
         `update_from_distributed`.
         """
-        body = {
-            "model_path": str(folder),
-            "load_format": "safetensors",
-            "weight_version": answers.version_label(version, self.endpoint.run),
-            "flush_cache": flush_cache,
-        }
-        await self._post("/update_weights_from_disk", body, deadline_s)
+        body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": flush_cache}
+        label = answers.version_label(version, self.endpoint.run)
+        await self._post("/update_weights_from_disk", body | {"weight_version": label}, deadline_s)
 
     async def set_weight_version(self, version: int | str, deadline_s: float = CALL_S) -> None:
         """Have the server write this version, and the endpoint's run, into its answers for tokens that it makes from now on."""
@@ -394,6 +396,5 @@ class ServerClient:
                 text = f"a redirect to {leads_to}, which is not followed: give the address that it leads to. {text}"
             if key := self.endpoint.api_key:
                 text = text.replace(key, "***")  # some servers show in their errors what they were asked
-            text = text[:ANSWER_SHOWN]
-            raise ServerError(f"{self._what(path)} answered {answer.status}: {text}", answer.status)
+            raise ServerError(f"{self._what(path)} answered {answer.status}: {text[:ANSWER_SHOWN]}", answer.status)
         return told

@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megarl.core.types import FloatArray, TokenArray
 from megarl.serving.answers import ABOVE_ZERO, AnswerError, column, cut, field, floats, read_json
+from megarl.serving.images import SentImages
 from megarl.serving.sampling import prompt_key
 
 TOP = "input_top_logprobs_"  # before the names of an answer's fields of likeliest tokens
@@ -41,15 +42,19 @@ def distance(some: Sequence[float], others: Sequence[float]) -> float:
     return sum(abs(a - b) for a, b in zip(some, others, strict=True)) / max(1, len(some))
 
 
-def asking(token_ids: Sequence[int], first: int, top: int, *, alone: bool) -> dict[str, Any]:
+def asking(
+    token_ids: Sequence[int], first: int, top: int, *, alone: bool, images: SentImages | None = None
+) -> dict[str, Any]:
     """The body of a request. first: of the tokens that are asked about, 1 or more. top: likeliest tokens, 0 for none.
 
     alone: share no cached prefix with other requests, in whose shapes it would have been computed. As base64 a likeliest token
-    takes 11 bytes; as SGLang's lists, of which each is an object, about 33.
+    takes 11 bytes; as SGLang's lists, of which each is an object, about 33. images: those that the tokens are of.
     """
     assert 1 <= first < len(token_ids), (first, len(token_ids))
+    seen = {} if images is None else images.body(np.asarray(token_ids, np.int32))
     return {
-        "input_ids": list(token_ids),
+        **seen,
+        "input_ids": seen["input_ids"].tolist() if seen else list(token_ids),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
         "logprob_start_len": first - 1,  # what it says there is of the next token
@@ -62,15 +67,22 @@ def asking(token_ids: Sequence[int], first: int, top: int, *, alone: bool) -> di
     }
 
 
-def read_scores(body: bytes, where: str, token_ids: Sequence[int], first: int, top: int) -> PromptScores:
-    """The answer to `asking`. where: the server and endpoint, for errors. Raises AnswerError."""
+def read_scores(
+    body: bytes, where: str, token_ids: Sequence[int], first: int, top: int, images: SentImages | None = None
+) -> PromptScores:
+    """The answer to `asking`. where: the server and endpoint, for errors. Raises AnswerError.
+
+    In the places of images' tokens a server has what tells images apart: its log-probs there mean nothing.
+    """
     meta = field(read_json(body, where), "meta_info", dict, where)
     rows = field(meta, "input_token_logprobs", list, where, "meta_info.")
     begun = first - 1
     if len(rows) != len(token_ids) - begun:
         raise cut(where, begun + len(rows), len(token_ids))
     # The last token of its vocabulary SGLang calls 0 here, which may be a placeholder of an image; its log-prob is its own.
-    if any(told not in (sent, 0) for told, sent in zip(column(rows, 1), token_ids[begun:], strict=True)):
+    hidden = None if images is None else images.token
+    pairs = zip(column(rows, 1), token_ids[begun:], strict=True)
+    if any(told not in (sent, 0) and sent != hidden for told, sent in pairs):
         raise AnswerError(
             f"{where}: meta_info.input_token_logprobs is of other tokens than it was asked about. Is this an SGLang server, and "
             "does nothing before it change its answers?"

@@ -58,8 +58,9 @@ class ServerSpec:
     server is over several nodes; only the first answers requests. shares_devices: with ranks, and so their memory. offloaded:
     it gives memory back at times. deterministic: an answer depends on its request alone. quantized: it begins with random
     weights, and waits for a sync in FP8 (models/fp8_weights.py). held_s: longest that it holds requests as they are, while it is
-    paused; None where it never does. lora: adapters that it takes as they are. threads: of each of
-    its tensor-parallel ranks; None is what suits the platform. extra: flags of sglang.launch_server.
+    paused; None where it never does. lora: adapters that it takes as they are. tower_learns: syncs send weights of its vision
+    tower, too. threads: of each of its tensor-parallel ranks; None is what suits the platform. extra: flags of
+    sglang.launch_server.
     """
 
     model: Path
@@ -77,6 +78,7 @@ class ServerSpec:
     quantized: bool = False
     held_s: float | None = None
     lora: ServedLora | None = None
+    tower_learns: bool = False
     threads: int | None = None
     extra: tuple[str, ...] = ()
 
@@ -121,7 +123,7 @@ class ServerSpec:
         """
         own, asked = server_models.max_positions(self.model), self.context_length
         found = {LONGER: "1"} if asked is not None and asked <= own < asked + SPARE_TOKENS else {}
-        found |= server_models.image_env(self.model)
+        found |= server_models.image_env(self.model, tower_learns=self.tower_learns)
         if self.quantized:
             found[FEWER_KERNELS] = os.environ.get(FEWER_KERNELS, "1")
         # Flags of a user's own may ask for others: a second model that guesses ahead, another implementation.

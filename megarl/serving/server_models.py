@@ -96,7 +96,11 @@ IMAGE_FLAGS = (
 KEPT_WEIGHTS = "--enable-weights-cpu-backup"
 # SGLang's own: a prompt's tokens are those that were sent; and MiB of a device for what the tower said, for prompts that are cut
 # into chunks and for samples that begin later: of 10,000 tokens of 4096 numbers it is 80, and of Qwen3-VL four times that.
-IMAGE_ENV = {"SGLANG_MM_AVOID_RETOKENIZE": "1", "SGLANG_VLM_CACHE_SIZE_MB": "512"}
+SEEN_MB = "SGLANG_VLM_CACHE_SIZE_MB"
+IMAGE_ENV = {"SGLANG_MM_AVOID_RETOKENIZE": "1", SEEN_MB: "512"}
+# Of a tower that learns nothing is kept: SGLang knows what it said by the image alone, and goes on with it when other weights
+# have come and its caches have been flushed (0.5.21, managers/mm_schedule.py: embedding_cache).
+NOT_KEPT = {SEEN_MB: "0"}
 # Of which SGLang reads RoPE's base and share at the top alone, and else takes 10000 and a quarter (models/qwen3_next.py).
 AT_TOP, QUARTER = "Qwen3NextForCausalLM", 0.25
 
@@ -223,9 +227,12 @@ def image_flags(model: Path) -> tuple[str, ...]:
     return IMAGE_FLAGS if sees_images(model) else ()
 
 
-def image_env(model: Path) -> dict[str, str]:
-    """Variables of such a server; a user's own go before."""
-    return {name: os.environ.get(name, value) for name, value in IMAGE_ENV.items()} if sees_images(model) else {}
+def image_env(model: Path, *, tower_learns: bool = False) -> dict[str, str]:
+    """Variables of such a server; a user's own go before, but where they would have it answer with an old tower's features."""
+    if not sees_images(model):
+        return {}
+    found = {name: os.environ.get(name, value) for name, value in IMAGE_ENV.items()}
+    return found | NOT_KEPT if tower_learns else found
 
 
 def max_positions(model: Path) -> int:

@@ -22,7 +22,9 @@ from megarl.models.hf_weights import Bucket
 from megarl.serving.answers import AnswerError, field
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.sync.hash_report import HashReport
-from megarl.sync.held import MADE, TOWER, Piece, held_by
+from megarl.sync.held import MADE, held_by
+from megarl.sync.held_piece import Piece
+from megarl.sync.held_tower import is_of_tower
 from megarl.sync.tensor_hash import Hash, flat_bytes, make_hash
 
 PATH = "/weights_checker"
@@ -119,7 +121,8 @@ def differences(expected: Sequence[Sums], found: Sequence[Sums]) -> list[str]:
         of = f" of rank {rank}" if len(expected) > 1 else ""
         wrong += [f"{name}{of}" for name in ours if name in theirs and theirs[name] != ours[name]]
         wrong += [f"{name}{of} (not there)" for name in ours if name not in theirs]
-        sent = [name for name in theirs if not name.endswith(MADE) and not name.startswith(TOWER)]
+        frozen = not any(map(is_of_tower, ours))  # a tower that does not learn is the server's own
+        sent = [name for name in theirs if not name.endswith(MADE) and not (frozen and is_of_tower(name))]
         wrong += [f"{name}{of} (nothing was sent for it)" for name in sent if name not in ours]
     return wrong
 

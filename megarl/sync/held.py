@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from megarl.models.config import ModelConfig
 from megarl.models.layout_check import BY_TRANSFORMERS
-from megarl.models.rules import Rule, Source, rules
+from megarl.models.rules import HF_TOWER, Rule, Source, rules
+from megarl.sync.held_piece import MLP_PADDING, Piece, share, up, vocabulary_size
+from megarl.sync.held_tower import TowerServer, engine_name, is_of_tower
 
-VOCAB_PADDING = 64  # SGLang's DEFAULT_VOCAB_PADDING_SIZE
-MLP_PADDING = 32  # DEFAULT_MOE_PADDING_SIZE, for a rank's share of any MLP
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 ROUTER = "mlp.router.weight"
 # Of which the engine has other names; and what it has in the model's dtype, whatever that is elsewhere (models/ernie4.py,
@@ -27,7 +27,6 @@ BESIDE, OF_EXPERTS = "gemma4", "router.per_expert_scale"
 # What its servers hold beside: ones in the place of weights of norms, and a copy of the router's scale, which they make; and
 # servers of models that see, which frequencies turn by which axis.
 MADE = ("self_attn.v_norm.weight", "router.norm.weight", "router.root_size", "rotary_emb.axis_map")
-TOWER = "visual."  # how names of a vision tower begin, which servers have of their own
 WHOLE_EMBEDDINGS = ("gemma3", "gemma4")  # families
 NORM, MIXED = "layernorm.weight", "self_attention.linear_qkv.weight"
 SHARED, ROUTED = ".shared_experts.", ".experts."
@@ -56,23 +55,6 @@ STACKED = {
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Rows [start, stop) of an HF tensor, of these columns: (first, behind the last); None is all.
-
-    below: rows of zeros behind them. beside: zeros behind each row. expert: of a tensor of all experts the one whose matrix, as
-    [out, in], or vector is meant; where it is None, rows of such a tensor are those of all experts.
-    """
-
-    tensor: str
-    start: int
-    stop: int
-    columns: tuple[int, int] | None = None
-    below: int = 0
-    beside: int = 0
-    expert: int | None = None
-
-
-@dataclass(frozen=True)
 class Held:
     """A tensor of one rank: pieces end to end. wide: float32 whatever the model is."""
 
@@ -88,8 +70,10 @@ def held_by(config: ModelConfig, tp: int, *, pads: bool) -> list[Held]:
     pads: sizes that its ranks do not share evenly are filled up with zeros, as SGLang's CPU engine does it
     (configs/update_config.py); off: what is fewer than ranks is repeated.
     """
-    found: dict[tuple[int, str], tuple[list[Piece], bool]] = {}
+    found = _tower(config, tp, pads)
     for rule in rules(config, "transformer_engine"):  # which keeps whole what engines keep whole
+        if is_of_tower(rule.sources[0].name):
+            continue  # above
         server = _Server(config.of_layer(rule.layer), tp, pads)
         for source in _sources(server.config, rule):
             if source.slot is not None and source.is_turned and source.slot.first:
@@ -99,6 +83,19 @@ def held_by(config: ModelConfig, tp: int, *, pads: bool) -> list[Held]:
                 pieces, _ = found.setdefault((rank, name), ([], _is_wide(config, rule)))
                 pieces += server.pieces(rule, source, rank)
     return [Held(rank, name, tuple(pieces), wide) for (rank, name), (pieces, wide) in found.items()]
+
+
+def _tower(config: ModelConfig, tp: int, pads: bool) -> dict[tuple[int, str], tuple[list[Piece], bool]]:
+    """Of a vision tower that learns; a frozen one is the server's own."""
+    found: dict[tuple[int, str], tuple[list[Piece], bool]] = {}
+    if config.vision is None:
+        return found
+    server = TowerServer(tp, config.vision.tower_heads, pads)
+    for name, shape in config.vision.tower:
+        for rank in range(tp):
+            pieces, _ = found.setdefault((rank, engine_name(HF_TOWER + name)), ([], False))
+            pieces += server.pieces(HF_TOWER + name, shape, rank)
+    return found
 
 
 def _sources(config: ModelConfig, rule: Rule) -> Iterator[Source]:
@@ -195,26 +192,18 @@ class _Server:
         if keys and not self.pads and self.config.num_kv_heads < self.tp:
             repeats, each = self.tp // self.config.num_kv_heads, self.config.head_dim
             return rank // repeats * each, (rank // repeats + 1) * each, 0
-        each, rest = divmod(self._padded(name, size), self.tp)
-        assert rest == 0, (name, size, self.tp)
-        start, stop = min(rank * each, size), min((rank + 1) * each, size)
-        return start, stop, each - (stop - start)
+        return share(size, self._padded(name, size), self.tp, rank)
 
     def _padded(self, name: str, size: int) -> int:
         """The whole size, with its padding."""
         tp, config = self.tp, self.config
         if name in VOCABULARY:
-            once = _up(size, VOCAB_PADDING)
-            return once if once % tp == 0 else _up(size, VOCAB_PADDING * tp)
+            return vocabulary_size(size, tp)
         if not self.pads:
             return size
         if ".self_attn." in name:
             # As many heads for each head of keys and values as before.
-            return size // config.num_kv_heads * _up(config.num_kv_heads, tp) if config.mla is None else size
+            return size // config.num_kv_heads * up(config.num_kv_heads, tp) if config.mla is None else size
         # Shared experts are as wide as so many of the others, each with its padding; and so are gate and up in one.
         each = config.moe.ffn_hidden_size if config.moe is not None and (SHARED in name or ROUTED in name) else size
-        return size // each * _up(each, MLP_PADDING * tp)
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+        return size // each * up(each, MLP_PADDING * tp)

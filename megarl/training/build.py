@@ -5,13 +5,16 @@ Import only after `models.bootstrap.prepare_megatron`; call with the layout's gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 
 from megarl.core.platform import Platform
 from megarl.models.config import ModelConfig
@@ -22,6 +25,7 @@ from megarl.models.hf_weights import exact_buffers, global_tensors, hold_in_floa
 from megarl.models.lora import add_adapters
 from megarl.models.lora_settings import LoraSettings
 from megarl.models.replay import Replays
+from megarl.models.seen import add_tower
 from megarl.training.grad_share import GradShares
 from megarl.training.image_features import ImageFeatures, make_image_features
 from megarl.training.optimizer import Stepper, freeze_routers, is_distributed, mark_copies, mark_experts
@@ -52,8 +56,8 @@ class Built:
 
     @property
     def towers(self) -> list[torch.nn.Module]:
-        """Vision towers, whose parameters are on the device as well."""
-        return [] if self.images is None else self.images.modules
+        """Frozen vision towers, whose parameters are on the device as well."""
+        return [] if self.images is None else self.images.frozen
 
 
 def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Platform, seed: int) -> Built:
@@ -69,11 +73,14 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
         recompute_num_layers=spec.recompute_num_layers,
         aux_loss_coef=spec.aux_loss_coef,
     )
+    if config.vision is not None and config.vision.tower:
+        loads, again = spec.load_weights, spec.recompute == "full"
+        add_tower(chunks, spec.folder, dtype, platform.device, loads=loads, recomputed=again)
     if wide := wide_parameters(config, layer_spec(chunks), spec.dtype, spec.stored):
         hold_in_float32(chunks, wide, groups.layout, groups.rank)
     if spec.load_weights:
-        load_hf_weights(chunks, config, spec.folder, groups.layout, groups.rank, stored=load_model_config(spec.folder))
-    images = make_image_features(chunks, config, spec, dtype, platform.device, groups.place.tp)
+        load_hf_weights(chunks, config, spec.folder, groups.layout, groups.rank, stored=_stored(config, spec.folder))
+    images = make_image_features(chunks, config, spec, groups, dtype, platform.device)
     if spec.lora is not None:
         settings = LoraSettings(spec.lora.rank, spec.lora.alpha, spec.lora.targets)
         add_adapters(chunks, settings, groups.collection, seed)
@@ -88,11 +95,16 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
             chunk.requires_grad_(False)
         return Built(chunks, wrapped, None, None, replays, images)
     auxiliary = AuxiliaryScale() if config.moe is not None and spec.aux_loss_coef > 0 else None
-    wrapped = _data_parallel(chunks, wrapped, groups, auxiliary, is_distributed(spec.optimizer))
+    wrapped = _data_parallel(chunks, wrapped, groups, auxiliary, images, is_distributed(spec.optimizer))
     stepper = Stepper(spec.optimizer, wrapped, dtype, spec.total_steps)
     parameters = global_tensors(chunks, groups.layout, groups.rank)
     shares = GradShares(stepper.optimizer, parameters, groups.place, scores=config.head == "score")
     return Built(chunks, wrapped, stepper, auxiliary, replays, images, shares)
+
+
+def _stored(config: ModelConfig, folder: Path) -> ModelConfig:
+    """What the folder holds: its own head, and a tower as the model has it."""
+    return replace(load_model_config(folder), vision=config.vision)
 
 
 def _data_parallel(
@@ -100,6 +112,7 @@ def _data_parallel(
     wrapped: list[Any],
     groups: Groups,
     auxiliary: AuxiliaryScale | None,
+    images: ImageFeatures | None,
     distributed_optimizer: bool,
 ) -> list[Any]:
     settings = DistributedDataParallelConfig(
@@ -108,7 +121,7 @@ def _data_parallel(
     config = chunks[0].config
     # The loss carries its denominator, so gradients are summed over data parallel and never rescaled.
     config.calculate_per_token_loss = True
-    config.finalize_model_grads_func = finalize_without_scaling
+    config.finalize_model_grads_func = partial(_finalize, images)
     config.grad_scale_func = auxiliary
     for chunk in chunks:
         mark_experts(chunk)
@@ -117,3 +130,10 @@ def _data_parallel(
         DistributedDataParallel(config, settings, chunk, disable_bucketing=index > 0, pg_collection=groups.collection)
         for index, chunk in enumerate(wrapped)
     ]
+
+
+def _finalize(images: ImageFeatures | None, model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
+    """Behind a mini-batch's passes: what is asked of images, then all gradients are summed over the ranks."""
+    if images is not None:
+        images.learn()
+    finalize_without_scaling(model, num_tokens, **groups)

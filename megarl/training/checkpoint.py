@@ -28,10 +28,10 @@ from megarl.models.all_gather import all_gather_objects
 from megarl.models.config import ModelConfig
 from megarl.models.hf_beside import copy_beside
 from megarl.models.hf_dtypes import ModelDtype, StoredDtype
-from megarl.models.hf_files import tower_index
 from megarl.models.hf_save import CONFIG, write_config
 from megarl.models.hf_weights import BUFFERS
 from megarl.models.tensor_copy import write_tensors
+from megarl.models.tower_files import tower_index
 from megarl.recipe.roles import Lora, Optimizer
 from megarl.recipe.section import Section
 from megarl.training.checkpoint_files import RankStrategy, check_metadata
@@ -130,7 +130,7 @@ class PendingSave:
         config = self._meta.config
         write_config(self._meta.source / CONFIG, target / CONFIG, self._meta.dtype, config)
         copy_beside(self._meta.source, target, sees=config.vision is not None)
-        if config.vision is not None:
+        if config.vision is not None and not config.vision.tower:  # else it is in the weights
             write_tensors(target / TOWER, tower_index(self._meta.source))
         others = [path for path in sorted(self._folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
         names = [str(path.relative_to(self._folder)) for path in others]
@@ -145,6 +145,7 @@ class PendingSave:
             total_steps=self._meta.total_steps,
             lora=_plain(self._meta.lora),
             stored=dict(self._meta.stored),
+            newer_names=config.vision is not None and config.vision.newer_names,
             versions={name: installed(name) or "unknown" for name in ("megarl", "megatron-core", "torch")},
             tensors=self._strategy.tensors(),
             files={name: sums[name] for name in names},
@@ -189,11 +190,14 @@ def save_checkpoint(
     return None
 
 
-def load_checkpoint(folder: Path, chunks: Sequence[Module], optimizer: Any | None, scheduler: Any | None) -> None:
-    """Read this rank's part of a checkpoint, whatever layout wrote it; collective.
+def load_checkpoint(
+    folder: Path, config: ModelConfig, chunks: Sequence[Module], optimizer: Any | None, scheduler: Any | None
+) -> None:
+    """Read this rank's part of a checkpoint, whatever layout wrote it; collective. config: of the model.
 
     With an optimizer, the checkpoint has to hold one's state; without, that is left where it is. Raises UserError where
-    there is no checkpoint, it holds weights only, another optimizer's state, or one of other weights.
+    there is no checkpoint, it holds weights only, another optimizer's state, or one of other weights, and where one of the two
+    has a vision tower in its weights, and the other has not.
     """
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         raise UserError(
@@ -202,6 +206,7 @@ def load_checkpoint(folder: Path, chunks: Sequence[Module], optimizer: Any | Non
     check_metadata(folder)
     manifest, state = read_manifest(folder), OptimizerState(optimizer)
     state.check_readable(manifest, folder)
+    _check_tower(manifest, config, folder)
     for chunk in chunks:
         for name, buffer in chunk.named_buffers():
             if name.endswith(BUFFERS):
@@ -224,6 +229,18 @@ def load_checkpoint(folder: Path, chunks: Sequence[Module], optimizer: Any | Non
     state.load(found)
     if scheduler is not None:
         scheduler.load_state_dict(found["scheduler"])
+
+
+def _check_tower(manifest: Manifest, config: ModelConfig, folder: Path) -> None:
+    """Raise UserError where a tower learned before and is frozen now, which would leave out what it learned; or learns now."""
+    learned, learns = bool(manifest.tower), config.vision is not None and bool(config.vision.tower)
+    if learned != learns:
+        has = "weights of a vision tower that learned" if learned else "no weights of a vision tower: it was frozen"
+        now = "learns" if learns else "is frozen, and would be the one that training began with"
+        raise UserError(
+            f"{folder} holds {has}, and the model's {now} (optimizer.freeze_vision_tower). Go on with what it was, or export the "
+            "checkpoint (`megarl convert mcore-to-hf`) and start a new run from the HF folder (model.path)."
+        )
 
 
 def _names(chunks: Sequence[Module]) -> list[str]:

@@ -39,7 +39,7 @@ from megarl.training.metrics import LossOutput, MetricSums
 from megarl.training.offload import PARTS, Offload, Part
 from megarl.training.optimizer import Stepper
 from megarl.training.parallel import Groups
-from megarl.training.schedule import Evaluate, finalize_without_scaling, num_fillers, run_schedule
+from megarl.training.schedule import Evaluate, num_fillers, run_schedule
 from megarl.training.spec import RoleSpec
 
 
@@ -255,7 +255,7 @@ class Engine:
             self._run(batches, evaluate, forward_only=False)
         else:
             # The other ranks sum their gradients now, and wait for this one's zeros.
-            finalize_without_scaling(self._wrapped, pg_collection=self._groups.collection)
+            self._chunks[0].config.finalize_model_grads_func(self._wrapped, pg_collection=self._groups.collection)
 
     def _apply(self, loss: Loss, batch: DeviceBatch, logits: Tensor, sums: MetricSums) -> LossOutput:
         """The loss of one micro-batch; what it reports is added to the sums."""
@@ -322,17 +322,18 @@ class Engine:
     def copy_from(self, other: Engine) -> None:
         """Take the weights of an engine of the same model and layout, bit for bit.
 
-        Raises MegarlError where the layouts differ, or where this one is in training: its optimizer keeps weights too.
+        Raises MegarlError where the layouts differ, where this one is in training, or where one alone has a vision tower in it.
         """
         if self._groups.layout != other._groups.layout:
             raise MegarlError(f"Weights of {other._groups.layout} cannot be copied into {self._groups.layout}.")
-        if self._stepper is not None:
-            raise MegarlError("Weights are copied into frozen roles only: an optimizer keeps its own.")
+        if self._stepper is not None or self._config.vision != other._config.vision:
+            raise MegarlError("Weights are copied into frozen roles only, and a tower's into one that has it too.")
         with other._awake("params"), self._awake("params"), torch.no_grad():
             for mine, theirs in zip(self._chunks, other._chunks, strict=True):
-                parameters = dict(theirs.named_parameters())
-                for name, parameter in mine.named_parameters():
-                    parameter.copy_(parameters[name])
+                for parameter, value in zip(mine.parameters(), theirs.parameters(), strict=True):
+                    parameter.copy_(value)
+        if self._images is not None:
+            self._images.forget()  # what a tower saw with the weights before
 
     @contextmanager
     def gatherer(self) -> Iterator[Gatherer]:
@@ -350,8 +351,7 @@ class Engine:
     def gradients(self, bucket_bytes: int) -> Iterator[Bucket]:
         """The gradients of the last update, after clipping, as `export_buckets` gives the weights.
 
-        They are whole only where the optimizer is not distributed (SGD): otherwise each rank keeps its share. None are
-        left where gradients are offloaded between operations.
+        Whole only where the optimizer is not distributed (SGD), and none where gradients are offloaded between operations.
         """
         self._require_stepper("gradients")
         yield from export_buckets(self._gatherer(main_grad), bucket_bytes)
@@ -377,17 +377,17 @@ class Engine:
 
         async_save: the files are written while training goes on; they are a checkpoint after `PendingSave.finish`.
         """
-        spec, layout = self._spec, self._groups.layout
-        meta = Saved(
-            spec.folder, self._config, layout, spec.dtype, spec.optimizer, spec.total_steps, spec.lora, spec.stored
-        )
+        own, layout = self._spec, self._groups.layout
+        meta = Saved(own.folder, self._config, layout, own.dtype, own.optimizer, own.total_steps, own.lora, own.stored)
         with self._awake("params", "optimizer"):
             return save_checkpoint(folder, self._chunks, *self._trained(), meta, async_save=async_save)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, at the same or another layout; every rank calls it."""
         with self._awake("params", "optimizer"):
-            load_checkpoint(folder, self._chunks, *self._trained())
+            load_checkpoint(folder, self._config, self._chunks, *self._trained())
+        if self._images is not None:
+            self._images.forget()
 
     def _trained(self) -> tuple[Any, Any]:
         """Optimizer and schedule; None for a frozen role."""

@@ -20,6 +20,7 @@ from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import parse_model_config
 from megarl.models.hf_dtypes import ModelDtype, StoredDtype
+from megarl.models.rules import TOWER as TOWER_PART
 
 MANIFEST, HF_FOLDER = "megarl.json", "hf"
 TOWER = "tower.safetensors"  # beside that config, of a model that sees images: what is not of its text part
@@ -44,6 +45,7 @@ class Manifest:
     any other may read them. optimizer: its section of the recipe, None where there are only weights. total_steps: that
     its schedule was laid out for. lora: the adapters' section of the recipe. stored: HF tensors that came in another
     dtype than `dtype`, and are written back in it (models/hf_dtypes.py).
+    newer_names: of the HF folder that a model with a vision tower in it is written back to (`Vision`).
     versions: of megarl, megatron-core and torch. tensors: by Megatron's global name. files: relative path to size and
     checksum, of everything but this file.
     """
@@ -60,12 +62,19 @@ class Manifest:
     tensors: dict[str, TensorEntry]
     files: dict[str, FileSum]
     stored: dict[str, StoredDtype] = field(default_factory=dict)
+    newer_names: bool = False
     format: int = FORMAT
 
     @property
     def num_bytes(self) -> int:
         """Of all files."""
         return sum(each.bytes for each in self.files.values())
+
+    @property
+    def tower(self) -> dict[str, tuple[int, ...]]:
+        """Of a vision tower that learned: names behind `visual.`, and shapes."""
+        of_model = {name: each for name, each in self.tensors.items() if name.startswith(TOWER_PART)}
+        return {name.removeprefix(TOWER_PART): each.shape for name, each in of_model.items()}
 
     def other_state(self, name: str, momentum: float, dtype: ModelDtype) -> dict[str, tuple[Any, Any]]:
         """Why the optimizer's state here is none of an optimizer like this: key of the recipe -> what it was, and what it is now.
@@ -111,6 +120,18 @@ def read_model_config(folder: Path) -> ModelConfig:
     """The config of a folder that need not hold weights or a tokenizer. Raises UserError where it is broken."""
     path = folder / "config.json"
     return parse_model_config(read_object(path, "The model's folder is damaged: copy or write it again."), path)
+
+
+def read_saved_config(folder: Path) -> ModelConfig:
+    """The same of the HF_FOLDER of a checkpoint, as the model was that was saved: with a vision tower that learned with it.
+
+    Of a folder that belongs to no checkpoint it is what config.json says. Raises UserError.
+    """
+    config = read_model_config(folder)
+    if config.vision is None or folder.name != HF_FOLDER or not (folder.parent / MANIFEST).is_file():
+        return config
+    manifest = read_manifest(folder.parent)
+    return config.with_tower(manifest.tower, newer_names=manifest.newer_names)
 
 
 def checkpoint_damage(folder: Path, *, read: bool) -> list[str]:

@@ -25,8 +25,9 @@ from megarl.core.ports import kept_port
 from megarl.core.progress import Progress
 from megarl.core.types import Column, FloatArray, MiniBatch, MiniBatches, Shard
 from megarl.models.hf_config import load_model_config
+from megarl.models.tower_files import with_tower
 from megarl.recipe.section import Part
-from megarl.training.manifest import read_model_config
+from megarl.training.manifest import read_saved_config
 from megarl.training.spec import RoleSpec
 
 if TYPE_CHECKING:
@@ -120,9 +121,11 @@ class Rank:
             self._bases[role] = spec.base_of
             return
         self._leave_unused_groups(spec.layout)
-        config = load_model_config(spec.folder) if spec.load_weights else read_model_config(spec.folder)
+        config = load_model_config(spec.folder) if spec.load_weights else read_saved_config(spec.folder)
         if spec.head == "score":
             config = config.with_score_head()
+        if spec.holds_tower and (spec.load_weights or not (config.vision and config.vision.tower)):
+            config = with_tower(config, spec.folder)
         groups = self.groups_of(spec.layout)
         self._engines[role] = Engine(config, spec, groups, self.platform, self.seed, self._progress)
         if spec.objective is not None:

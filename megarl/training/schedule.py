@@ -12,6 +12,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch import Tensor
 
 from megarl.core.layout import Layout
@@ -110,7 +111,12 @@ class AuxiliaryScale:
         return value if value.requires_grad else value * self.scale
 
     def count(self, batches: Sequence[DeviceBatch], groups: Groups, device: str) -> None:
-        """Count the tokens of a mini-batch over all ranks; collective. device: of this rank, which may have no batches."""
+        """Count the tokens of a mini-batch over all ranks; collective. device: of this rank, which may have no batches.
+
+        Megatron also writes auxiliary losses into a table of this process, which nobody here reads. It has a place for each layer
+        of the first model that wrote there, and a deeper one would find none: each mini-batch begins a table of its own.
+        """
+        get_moe_layer_wise_logging_tracker().clear()
         total = torch.tensor([sum(batch.num_tokens for batch in batches)], dtype=torch.int64, device=device)
         torch.distributed.all_reduce(total, group=groups.dp_cp)
         layout = groups.layout

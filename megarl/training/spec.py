@@ -80,6 +80,8 @@ class RoleSpec:
     offload: parts that leave the device while nothing needs them. load_weights: off where `load` brings them, and the
     folder need only have the config.
     head: score makes a critic or a reward model; a head that the folder does not have begins at zero.
+    has_tower: a vision tower is a part of the model, as of one whose tower learns: a frozen role then takes its weights over
+    with the others.
     stored: HF tensors that have to be written in another dtype (models/hf_dtypes.py). Such a model is converted, and does
     not run: its parameters differ in dtype.
     """
@@ -101,3 +103,9 @@ class RoleSpec:
     load_weights: bool = True
     head: Literal["vocabulary", "score"] = "vocabulary"
     stored: Mapping[str, StoredDtype] = field(default_factory=dict)
+    has_tower: bool = False
+
+    @property
+    def holds_tower(self) -> bool:
+        """Whether a vision tower is a part of the model: one that learns, or takes over the weights of one that does."""
+        return self.has_tower or (self.optimizer is not None and not self.optimizer.freeze_vision_tower)

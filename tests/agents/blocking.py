@@ -20,16 +20,16 @@ class Speechless(Exception):
 class Blocking:
     """Two turns; `start` and `step` block until as many as `together` are in them at once, of all processes.
 
-    Each leaves a file with the pid of its process in `folder`. wrong: what the second turn does.
+    Each leaves a file with the pid of its process in `folder`. wrong: what the second turn does; to linger takes so long.
     """
 
-    def __init__(self, folder: str, together: int = 1, wrong: str = "") -> None:
-        self._folder, self._together, self._wrong = Path(folder), together, wrong
+    def __init__(self, folder: str, together: int = 1, wrong: str = "", linger_s: float = 1.5) -> None:
+        self._folder, self._together, self._wrong, self._linger_s = Path(folder), together, wrong, linger_s
 
     async def start(self, row: EpisodeRow) -> list[dict[str, Any]]:
         self._thread = threading.get_ident()
         (self._folder / f"start-{id(self)}-{os.getpid()}").touch()
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while len([*self._folder.glob("start-*")]) < self._together:
             assert time.monotonic() < end, "nobody else came"
             time.sleep(0.01)
@@ -51,7 +51,7 @@ class Blocking:
                 time.sleep(600)
             os.kill(os.getpid(), signal.SIGKILL)
         if self._wrong in ("hang", "linger"):
-            time.sleep(60 if self._wrong == "hang" else 1.5)
+            time.sleep(60 if self._wrong == "hang" else self._linger_s)
         if self._wrong == "unpicklable":
             return lambda: None
         return Done(1.0, {"pid": float(os.getpid())})

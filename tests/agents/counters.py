@@ -6,16 +6,21 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 from megarl.agents.environment import Done, EpisodeRow, Message, Response, ToolResult, Turn
 
 
 class Counter:
-    """Counts up to a target; a turn without a call ends the episode, and is worth a tenth of the count."""
+    """Counts up to a target; a turn without a call ends the episode, and is worth a tenth of the count.
 
-    def __init__(self, target: int = 100) -> None:
+    until: what hangs does so until there is a file of this name.
+    """
+
+    def __init__(self, target: int = 100, until: str = "") -> None:
         self.target, self.total, self.closed = target, 0, 0
+        self.until = Path(until)
 
     async def start(self, row: EpisodeRow) -> list[Message]:
         self.thread = threading.get_ident()
@@ -41,8 +46,8 @@ class Counter:
 
     def gives(self, what: Literal["turn", "nan", "metric", "hang", "exit", "die", "thread", "half"]) -> Any:
         """What no tool may give, or not always."""
-        if what == "hang":
-            time.sleep(1.0)
+        while what == "hang" and not self.until.exists():
+            time.sleep(0.01)
         if what == "exit":
             raise SystemExit(3)
         if what == "die":

@@ -63,7 +63,7 @@ def played(player: PlayersByRow, prompts: list[Prompt]) -> list[Sample]:
             finally:
                 await player.close()
 
-    return asyncio.run(asyncio.wait_for(go(), 60))
+    return asyncio.run(asyncio.wait_for(go(), 300))
 
 
 def opened(recipe: Recipe) -> PlayersByRow:

@@ -23,7 +23,7 @@ from megarl.core.types import Sample, Status
 from megarl.recipe.agent import Agent
 from tests.agents.endpoint.harnesses import TOKENIZER, writing
 from tests.agents.endpoint.test_session import TURNS, same
-from tests.agents.playing import make_settings, play
+from tests.agents.playing import LONG_S, make_settings, play
 from tests.rollout.test_collector import make_recipe
 from tests.support.fake_sglang import FakeSglang
 from tests.support.processes import ended
@@ -89,7 +89,7 @@ def test_one_too_many_costs_itself_and_not_its_process(monkeypatch: pytest.Monke
         ("raise", "step raised KeyError: 'no such door'"),
         ("raise without words", "step raised Speechless, which has no words"),
         ("exit", "step raised RuntimeError: it exits (3)"),
-        ("hang", "step did not end within 2 s"),
+        ("hang", "step did not end within 3 s"),
         ("unpicklable", "what it gave cannot leave its process"),
     ],
 )
@@ -97,7 +97,8 @@ def test_what_goes_wrong_there_costs_its_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, says: str
 ) -> None:
     monkeypatch.setattr(patience, "GRACE_S", 0.1)
-    [sample] = blocking(tmp_path, workers=1, episodes=1, wrong=wrong, step_timeout_s=2.0)
+    step_timeout_s = 3.0 if wrong == "hang" else LONG_S
+    [sample] = blocking(tmp_path, workers=1, episodes=1, wrong=wrong, step_timeout_s=step_timeout_s)
     assert sample.status is Status.FAILED and sample.numbers == {"environment_failures": 1.0}
     assert sample.metadata["failure"].startswith("the environment failed: ") and says in sample.metadata["failure"]
     if wrong == "raise":
@@ -136,7 +137,7 @@ def test_a_process_that_dies_costs_its_episodes_and_is_there_again(tmp_path: Pat
             await processes.close()
         return found
 
-    died, done = asyncio.run(asyncio.wait_for(go(), 60))
+    died, done = asyncio.run(asyncio.wait_for(go(), 300))
     assert died == "its process ended: signal SIGKILL" and isinstance(done, Done) and done.reward == 1.0
 
 
@@ -160,8 +161,8 @@ def test_a_process_that_does_not_start_costs_its_own_episodes_alone(
 
 
 def test_one_that_ends_in_time_by_itself_has_no_deadline_there_either(tmp_path: Path) -> None:
-    settings = {"folder": str(tmp_path), "wrong": "linger"}
-    [sample] = played("tests.agents.blocking:Timed", settings, "5", workers=1, step_timeout_s=1.0)
+    settings = {"folder": str(tmp_path), "wrong": "linger", "linger_s": 4.0}
+    [sample] = played("tests.agents.blocking:Timed", settings, "5", workers=1, step_timeout_s=3.0)
     assert (sample.status, sample.reward) == (Status.COMPLETED, 1.5)
 
 
@@ -177,7 +178,7 @@ def in_one_process(folder: Path, wrong: str, work: Callable[[EnvironmentProcesse
         finally:
             await processes.close()
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    asyncio.run(asyncio.wait_for(go(), 300))
 
 
 def test_one_that_blocks_for_longer_than_anybody_waits_closes_once_it_has_its_thread_back(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -25,7 +26,7 @@ from megarl.serving.call_parser import Parsed, ParsedCall
 from megarl.serving.sampling import Sampling
 from tests.agents.endpoint.harnesses import TOKENIZER, ids_of, writing
 from tests.agents.endpoint.test_session import same
-from tests.agents.playing import make_settings, play
+from tests.agents.playing import LONG_S, make_settings, play
 from tests.agents.test_tokens import assert_exact
 from tests.rollout.test_collector import make_recipe
 from tests.support.fake_sglang import FakeSglang
@@ -159,14 +160,25 @@ def test_a_method_may_end_the_episode_and_calls_after_it_are_not_made(workers: i
         ("reward()", "error: there is no tool 'reward'. Tools: add, look, gives"),
         ("gives(what=exit)", "error: gives raised RuntimeError: it exits (3)"),
         ("gives(what=half)", "error: gives raised PydanticSerializationError"),
-        ("gives(what=hang)", "error: gives did not end within 0.3 s"),
+        ("gives(what=hang)", "error: gives did not end within 3 s"),
     ],
 )
 def test_what_goes_wrong_in_a_call_is_told_and_the_episode_goes_on(
-    monkeypatch: pytest.MonkeyPatch, workers: int | None, call: str, says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None, call: str, says: str
 ) -> None:
+    """What hangs does so until the policy is asked for the turn after it; the deadline is that of the call before, too."""
     monkeypatch.setattr(patience, "GRACE_S", 0.1)
-    [sample] = counted("add(by=4)", call, "b", of=agent(tool_timeout_s=0.3, workers=workers))
+    fake, turn, goes_on = writing("add(by=4)", call, "b"), itertools.count(1), tmp_path / "goes on"
+    plain = fake._writes
+
+    def write(context: list[int], most: int) -> list[int]:
+        if next(turn) == 3:
+            goes_on.touch()
+        return plain(context, most)
+
+    fake._writes = write
+    of = agent(settings={"until": str(goes_on)}, tool_timeout_s=3.0 if "hang" in call else LONG_S, workers=workers)
+    [sample] = counted(fake=fake, of=of)
     assert sample.status is Status.COMPLETED, sample.metadata
     assert told(sample)[1].startswith(says)
     assert sample.numbers["tool_failures"] == 1.0

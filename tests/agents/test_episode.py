@@ -19,6 +19,7 @@ from megarl.agents.template import QUICK, ChatTemplate
 from megarl.core.types import Sample, Status
 from megarl.data.prompts import MESSAGES_KEY
 from megarl.data.spelled import Spelled
+from megarl.rollout import asking
 from megarl.rollout.asking import Asker
 from megarl.rollout.attempt import Attempt
 from megarl.rollout.gate import Gate
@@ -172,7 +173,8 @@ def test_seconds_that_run_out_truncate_the_episode(
 ) -> None:
     """Each step of the environment takes 4 s of a clock that nothing else moves; the fifth is the end."""
     clock = 0.0
-    monkeypatch.setattr(episode, "time", SimpleNamespace(monotonic=lambda: clock))
+    for module in (episode, asking):  # seconds at the servers count, too
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock))
 
     class Slow(Counting):
         async def step(self, response: Response) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import shlex
@@ -17,12 +18,14 @@ from typing import Any
 
 import pytest
 
+from megarl.agents import mcp_server
 from megarl.agents.environment import EnvironmentFailedError
 from megarl.agents.mcp_server import McpServer
 from megarl.agents.patience import within
 from megarl.agents.tool_sources import open_toolbox
 from megarl.agents.tools import Result, Toolbox, ToolCall
 from megarl.core.errors import UserError
+from megarl.core.ports import free_port
 from megarl.recipe.agent import Agent
 from tests.support.processes import ended
 
@@ -35,7 +38,7 @@ def pids(tmp_path: Path) -> Path:
     return tmp_path / "pids"
 
 
-def opened(*places: str, tools: tuple[str, ...] = (), timeout_s: float = 20.0) -> Toolbox:
+def opened(*places: str, tools: tuple[str, ...] = (), timeout_s: float = 60.0) -> Toolbox:
     return open_toolbox(Agent(tools=tools, mcp=places, tool_parser="qwen25", tool_timeout_s=timeout_s))  # type: ignore[arg-type]
 
 
@@ -182,12 +185,13 @@ def test_a_server_that_hangs_is_left_for_another(pids: Path) -> None:
             os.kill(started(pids)[0], signal.SIGSTOP)
             with pytest.raises(EnvironmentFailedError, match="did not end within"):
                 await within(lambda: server.call("price_of", {"fruit": "apple"}), 0.2, "price_of")
-            await asyncio.sleep(0.6)
+            while server._ready is not None:  # until it has been left
+                await asyncio.sleep(0.02)
             return before, await server.call("price_of", {"fruit": "apple"})
         finally:
             await server.close()
 
-    assert asyncio.run(asyncio.wait_for(go(), 30)) == ("3.0", "3.0")
+    assert asyncio.run(asyncio.wait_for(go(), 300)) == ("3.0", "3.0")
     assert len(started(pids)) == 2 and ended(started(pids))
 
 
@@ -205,7 +209,7 @@ def test_a_server_that_starts_for_longer_than_a_call_may_take_is_there_in_the_en
         finally:
             await toolbox.close()
 
-    *early, last = asyncio.run(asyncio.wait_for(go(), 60))
+    *early, last = asyncio.run(asyncio.wait_for(go(), 300))
     assert {each.message["content"] for each in early} == {"error: price_of did not end within 1 s"}
     assert last.message["content"] == "3.0" and len(started(pids)) == 2
 
@@ -217,12 +221,10 @@ def listens(port: int) -> bool:
 
 @pytest.fixture
 def address(pids: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, str(SHOP), str(pids), str(port)])
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while not listens(port):
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.05)
@@ -257,3 +259,31 @@ def test_what_is_not_there_is_refused(pids: Path, places: tuple[str, ...], says:
     with pytest.raises(UserError) as caught:
         opened(*(by_command(pids) if each == "PLAIN" else each for each in places))
     assert says in str(caught.value)
+
+
+def test_one_that_says_nothing_is_named_with_the_seconds_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_server, "CONNECT_S", 0.3)
+    silent = shlex.join([sys.executable, "-c", "import time; time.sleep(600)"])
+    with pytest.raises(UserError) as caught:
+        opened(silent)
+    says = f"agent.mcp: the MCP server {silent!r} is not there: it has not answered for 0.3 s. Wanted is a command"
+    assert str(caught.value).startswith(says)
+
+
+def test_a_deadline_of_the_server_begins_once_its_client_is_loaded(monkeypatch: pytest.MonkeyPatch, pids: Path) -> None:
+    """On a busy node that takes longer than a server has."""
+    order: list[str] = []
+    load, answers = importlib.import_module, mcp_server._answers
+
+    def loads(name: str) -> Any:
+        order.append(name)
+        return load(name)
+
+    def begins(where: str) -> Any:
+        order.append("deadline")
+        return answers(where)
+
+    monkeypatch.setattr(importlib, "import_module", loads)
+    monkeypatch.setattr(mcp_server, "_answers", begins)
+    opened(by_command(pids))
+    assert order[0] == "mcp" and "deadline" in order

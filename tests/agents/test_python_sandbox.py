@@ -56,7 +56,7 @@ def test_programs_run_in_sandboxes_that_begin_with_the_first_and_begin_again() -
 
 def test_a_program_has_the_seconds_of_a_call() -> None:
     async def go() -> list[Result]:
-        toolbox = open_toolbox(agent(timeout_s=1.0))
+        toolbox = open_toolbox(agent(timeout_s=3.0))
         try:
             await toolbox.call([program("")])
             return await toolbox.call([program("print('so far', flush=True)\nwhile True: pass")])
@@ -66,7 +66,7 @@ def test_a_program_has_the_seconds_of_a_call() -> None:
     [result] = asyncio.run(go())
     assert (
         result.message["content"].startswith("so far\n[ended: it ") and result.message["content"].endswith("seconds]")
-    ) or (result.message["content"] == "so far\n[ended: it ran for longer than 1 s]")
+    ) or (result.message["content"] == "so far\n[ended: it ran for longer than 3 s]")
 
 
 def test_seconds_in_which_a_program_waits_for_a_sandbox_are_not_its_own() -> None:
@@ -74,7 +74,7 @@ def test_seconds_in_which_a_program_waits_for_a_sandbox_are_not_its_own() -> Non
     programs = [program("import time; time.sleep(1.6); print('done')")] * 5 * len(os.sched_getaffinity(0))
 
     async def go() -> list[Result]:
-        toolbox = open_toolbox(agent(timeout_s=3.0))
+        toolbox = open_toolbox(agent(timeout_s=6.0))
         try:
             return await toolbox.call(programs)
         finally:

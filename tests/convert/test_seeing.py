@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,14 +17,20 @@ from megarl.convert import convert
 from megarl.convert.hf_tensors import hf_tensors
 from megarl.convert.inspection import inspect
 from megarl.models.hf_config import load_model_config
+from megarl.models.hf_dtypes import ModelDtype
 from megarl.models.hf_files import check_weights
 from megarl.models.hf_save import save_hf
 from megarl.models.rules import expected_tensors
+from megarl.models.tower_files import tower_index
 from megarl.training.manifest import HF_FOLDER, TOWER, read_manifest
+from megarl.training.rank import Rank
+from megarl.training.spec import ValueObjective
 from tests.convert.forked import Conversions
 from tests.support.forked_ranks import Ranks
 from tests.support.multimodal import exchange_experts, in_newer_names
 from tests.support.vision import QWEN2_5, QWEN3, QWEN3_5_MOE, QWEN3_MOE, Architecture, write_tiny_vision_model
+from tests.training.harness import OPTIMIZER, assert_same, weights
+from tests.training.seeing import paired_shards, pictured_shards, seeing_spec, some_pictured
 
 
 @pytest.fixture
@@ -31,6 +40,9 @@ def forked(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Con
     conversions = Conversions(ranks, folder, "tests.convert.seeing_forked")
     monkeypatch.setattr(convert, "run_ranks", conversions.run_ranks)
     return conversions
+
+
+Head = Literal["vocabulary", "score"]
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
@@ -92,3 +104,67 @@ def test_a_layers_experts_are_in_one_file_however_small_files_are_to_be(limit: i
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     check_weights(expected_tensors(config), tmp_path / "written", config)
+
+
+def learned(rank: Rank, folder: Path, saved: Path, dtype: ModelDtype, head: Head) -> dict[str, Tensor]:
+    """Save a checkpoint of a model, or a critic, that has learned with its tower; returns its weights."""
+    learning = OPTIMIZER.model_copy(update={"freeze_vision_tower": False})
+    spec = replace(seeing_spec(folder), dtype=dtype, optimizer=learning, head=head)
+    vision = load_model_config(folder).vision
+    assert vision is not None
+    made = some_pictured(vision)
+    if head == "score":
+        [shard], [columns] = paired_shards(made)
+        rank.build("model", replace(spec, objective=ValueObjective()))
+        targets = dict.fromkeys(("values", "returns"), columns["ref_logprobs"])
+    else:
+        [shard] = pictured_shards(made)
+        rank.build("model", spec)
+        targets = {}
+    for _ in range(2):  # a head of zeros asks nothing of what is before it
+        rank.update("model", shard, targets)
+    saved.mkdir()
+    rank.save("model", saved)
+    return weights(rank, "model")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "newer", "head", "dtype"),
+    [
+        (QWEN2_5, False, "vocabulary", "float32"),
+        (QWEN2_5, True, "score", "bfloat16"),
+        (QWEN3_MOE, True, "vocabulary", "bfloat16"),
+    ],
+)
+def test_a_tower_that_learned_is_written_with_the_model(
+    architecture: Architecture,
+    newer: bool,
+    head: Head,
+    dtype: ModelDtype,
+    rank: Rank,
+    forked: Conversions,
+    tmp_path: Path,
+) -> None:
+    """Under the names of the folder that it came from, whatever layout and dtype; with an optimizer through a reshard."""
+    source = write_tiny_vision_model(tmp_path / "source", architecture, published=not newer)
+    if newer:
+        in_newer_names(source)
+    saved = tmp_path / "saved"
+    expected = learned(rank, source, saved, dtype, head)
+    assert not (saved / HF_FOLDER / TOWER).exists()
+    axes = {"ep": 2} if "Moe" in architecture else {"tp": 2}
+    again = forked.reshard(saved, tmp_path / "other", **axes)
+    assert again.differences == ()
+    back = forked.mcore_to_hf(tmp_path / "other", tmp_path / "back", verify=True)
+    assert back.differences == () and back.num_verified == len(expected)
+    found = dict(hf_tensors(tmp_path / "back", tower=True))
+    assert_same(found, expected)
+    before, after = stored(source), stored(tmp_path / "back")
+    names = before.keys() - {"lm_head.weight"} | {"score.weight"} if head == "score" else before.keys()
+    assert after.keys() == names
+    assert {name for name in tower_index(source) if torch.equal(before[name], after[name].float())} == set()
+    forked.mcore_to_hf(saved, tmp_path / "wide", dtype="float32", verify=True, **axes)
+    assert_same(dict(hf_tensors(tmp_path / "wide", tower=True)), {n: each.float() for n, each in expected.items()})
+    assert [inspect(tmp_path / name).damage for name in ("saved", "other", "back", "wide")] == [[]] * 4
+    whole = sum(math.prod(each.shape) for each in expected.values())
+    assert {inspect(tmp_path / name).parameters for name in ("saved", "other", "back", "wide")} == {whole}

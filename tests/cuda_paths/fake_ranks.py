@@ -289,7 +289,7 @@ def compare(kinds: dict[bool, Rank], folder: Path, settings: dict[str, Any], rea
     for rank in kinds.values():
         spec = RoleSpec(
             folder,
-            optimizer=Optimizer(lr=1e-3),
+            optimizer=Optimizer(lr=1e-3, freeze_vision_tower=vision is None),
             total_steps=10,
             **{"dtype": "float32", "objective": PolicyObjective(Algorithm()), **settings},
         )

@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 
-from megarl.models.hf_files import read_index, tower_index
+from megarl.models.hf_files import read_index
+from megarl.models.tower_files import tower_index
 from tests.end_to_end.harness import start
 from tests.end_to_end.looking import TURNS
 from tests.end_to_end.test_agents import STOPS

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from megarl.core.errors import UserError
 from megarl.models.hf_config import load_model_config, parse_model_config
-from megarl.models.hf_files import check_weights, tower_index
+from megarl.models.hf_files import check_weights
 from megarl.models.rules import expected_tensors
-from megarl.models.vision_tower import Tower
+from megarl.models.tower_files import tower_index
+from megarl.models.vision_tower import Tower, load_tower
 from tests.support.large_vision import LARGE, large_vision_config
 from tests.support.tolerances import Tolerance
 from tests.support.vision import QWEN3_5_MOE, SQUARE, Architecture, png, write_tiny_vision_model
@@ -37,7 +38,7 @@ def test_features_are_those_of_the_whole_model(
     )
     with torch.no_grad():
         expected = model.model.get_image_features(pictures["pixel_values"], pictures["image_grid_thw"])
-    tower = Tower(folder, torch.float32, device)
+    tower = Tower(load_tower(folder, torch.float32, device), folder, torch.float32, device)
     found = torch.cat([tower.features(each).cpu() for each in pngs], dim=1)
     levels = [torch.cat(list(expected.pooler_output)), *(getattr(expected, "deepstack_features", None) or [])]
     assert found.shape == (len(levels), 6 + 8, 64)
@@ -52,7 +53,9 @@ def test_features_are_those_of_the_whole_model(
 def test_the_last_images_are_kept_up_to_a_bound(tmp_path: Path, device: str) -> None:
     folder = write_tiny_vision_model(tmp_path / "model")
     pngs = [png(56, 56, seed) for seed in range(3)]
-    tower = Tower(folder, torch.float32, device, kept_bytes=2 * 4 * 64 * 4)  # of two images
+    tower = Tower(
+        load_tower(folder, torch.float32, device), folder, torch.float32, device, kept_bytes=2 * 4 * 64 * 4
+    )  # of two images
     first = tower.features(pngs[0])
     assert tower.features(bytes(bytearray(pngs[0]))) is first, "by what it is, not by where it lies"
     tower.features(pngs[1])
@@ -79,7 +82,7 @@ def test_a_tower_that_is_not_the_configs_is_refused(tmp_path: Path, device: str)
     for said, change in changes.items():
         save_file({name: tensor for name, tensor in {**whole, **change}.items() if tensor is not None}, path)
         with pytest.raises(UserError, match=said):
-            Tower(folder, torch.float32, device)
+            Tower(load_tower(folder, torch.float32, device), folder, torch.float32, device)
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -111,4 +114,4 @@ def test_what_predicts_further_tokens_is_neither_the_towers_nor_the_text_parts(t
     save_file(plain | more, path)
     assert check_weights(expected_tensors(config), folder, config).keys() >= expected_tensors(config).keys()
     assert {name for name in tower_index(folder) if "mtp" in name} == set()
-    Tower(folder, torch.float32, device)
+    Tower(load_tower(folder, torch.float32, device), folder, torch.float32, device)

@@ -12,14 +12,16 @@ from megarl.core.layout import Layout
 from megarl.core.platform import get_platform
 from megarl.core.types import MiniBatches
 from megarl.models.config import Mla, Moe
+from megarl.models.tower_size import TowerShape
 from megarl.models.vision import Vision
 from megarl.placement.activations import Counting
 from megarl.placement.cluster import make_cluster
 from megarl.placement.devices import DEVICES, Kernels
-from megarl.placement.memory import Role, RoleBytes, role_bytes
+from megarl.placement.memory import Role, RoleBytes, Shown, role_bytes
 from megarl.placement.sizes import adapter_sizes, model_sizes, routed_adapter_sizes
-from megarl.placement.space import one_layout
-from megarl.placement.tables import held_bytes
+from megarl.placement.space import Space, one_layout
+from megarl.placement.tables import first_layers, held_bytes, role_table
+from megarl.placement.weight_sync import sync_seconds
 from megarl.recipe.roles import Lora
 from tests.placement.memory_cases import Case, measure, predict
 from tests.placement.samples import QWEN_7B, QWEN_30B_A3B, workload
@@ -306,3 +308,63 @@ def test_a_vision_tower_is_whole_on_every_tensor_parallel_rank_and_frozen() -> N
             assert whole.weights[0] - text.weights[0] == 2 * 10**9
             for name in vars(text).keys() - {"weights"}:
                 assert getattr(whole, name)[0] == getattr(text, name)[0], name
+
+
+LEARNS = TowerShape(4, 64, 128, 4, 4, 1536, 3584, 1, 2, wide_norms=False)
+SEEING = replace(
+    PLAIN, vision=Vision(1, 2, 3, 32, 3136, 12845056, (16, 24, 24), tower_elements=10**9, deepstack=1, shape=LEARNS)
+)
+
+
+def test_a_vision_tower_that_learns_has_gradients_and_moments_and_what_is_asked_of_images() -> None:
+    frozen, learns = ACTOR, replace(ACTOR, shown=Shown(squares=1000, images=4, samples=32))
+    for layout, ranks in ((Layout(), 1), (Layout(tp=2, world_size=4), 2)):
+        choice = one_layout(layout, TOKENS)
+        before, after = (role_bytes(SEEING, choice, 2, role) for role in (frozen, learns))
+        assert after.weights[0] == before.weights[0]
+        assert after.gradients[0] - before.gradients[0] == 4 * 10**9
+        assert after.optimizer[0] - before.optimizer[0] == 12 * 10**9 / ranks  # over data parallel, and not over tensor
+        # Of four images in two levels: features in bfloat16, and their gradients in float32.
+        assert after.working[0] - before.working[0] == 4 * 1000 * 2 * 3584 * (2 + 4)
+
+
+def test_the_towers_backward_pass_is_of_one_image_when_layers_keep_nothing_any_more() -> None:
+    large = replace(ACTOR, shown=Shown(squares=10**6, images=1, samples=1))
+    for recompute in ("none", "full"):
+        found = role_bytes(SEEING, one_layout(Layout(), TOKENS, recompute), 2, large)  # type: ignore[arg-type]
+        one = LEARNS.backward_bytes(10**6, 2, again=recompute == "full")
+        assert found.working[0] == one + 10**6 * 2 * 3584 * 4 + 2**29  # as many features as are kept
+    assert LEARNS.backward_bytes(1, 2, again=True) < LEARNS.backward_bytes(1, 2, again=False)
+
+
+def test_only_the_stage_with_the_embedding_has_a_tower() -> None:
+    """Of two stages the first is the fuller one for it, and of four as many ranks share its moments."""
+    learns = replace(ACTOR, shown=Shown(squares=1000, images=4, samples=32))
+    for pp in (1, 2):
+        choice = one_layout(Layout(pp=pp, world_size=pp), TOKENS)
+        with_it, text = role_bytes(SEEING, choice, 2, learns), role_bytes(PLAIN, choice, 2, ACTOR)
+        assert with_it.state[0] - text.state[0] >= (2 + 4 + 12) * 10**9 * 0.5
+
+
+def test_a_plan_counts_the_actors_tower_alone_where_that_learns() -> None:
+    cluster, choice = make_cluster("H100", 1), one_layout(Layout(world_size=8), TOKENS)
+    roles = ("actor", "rollout", "reference", "critic")
+    works = [workload(SEEING, roles=roles, towers=frozenset(each), largest_image=256) for each in ((), ("actor",))]
+    for role in ("actor", "reference", "critic"):
+        before, after = (held_bytes(role, choice, work, cluster) for work in works)
+        assert (after.gradients[0] > before.gradients[0]) == (role == "actor")
+    assert works[0].sent_tower == 0 and works[1].sent_tower == 2 * 10**9
+    without, with_it = (sync_seconds(SEEING, work, cluster)[0] for work in works)
+    assert with_it > without
+
+
+def test_layouts_that_a_tower_cannot_learn_at_are_not_searched() -> None:
+    """Features are added behind more layers than the first stage of four has."""
+    deep = replace(SEEING, num_layers=8, vision=replace(SEEING.vision, deepstack=3, tower_elements=10**6))  # type: ignore[type-var]
+    cluster = make_cluster("H100", 1)
+    for towers, most in ((frozenset(), 4), (frozenset({"actor"}), 2)):
+        work = workload(deep, roles=("actor", "rollout"), towers=towers, largest_image=256)
+        space = Space(pp=(1, 2, 4), vpp=(1,), tp=(1,), cp=(1,), rest=(False,))
+        found = role_table("actor", work, cluster, space, (8,)).layouts
+        chunk = first_layers(found, deep)
+        assert len(found) and (not towers or np.all((found.pp == 1) | (chunk >= 3))), most

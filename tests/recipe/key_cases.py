@@ -41,6 +41,7 @@ _OPTIMIZER = {
     "warmup_share": ["0.4"],
     "min_lr": ["1.0e-3"],
     "freeze_router": ["true"],
+    "freeze_vision_tower": ["false"],
 }
 _TRAINED = {
     "recompute": ["selective", "full"],
@@ -645,13 +646,14 @@ SWEEPS: dict[str, Sequence[str]] = {
 
 # Keys that no configuration accepts another value of, and why they are there all the same.
 _SEEN = dict.fromkeys(
-    ("data.images_key", "data.max_image_pixels"),
-    "models of these runs see no images, which is refused: see tests/models/test_recipe_vision.py",
+    ("data.images_key", "data.max_image_pixels", "actor.optimizer.freeze_vision_tower"),
+    "models of these runs see no images, which is refused: see tests/models/test_recipe_vision.py, tests/run/test_towers.py",
 )
 _OF_TRAIN = "a section that runs of `megarl train` have too: the key is refused with that reason"
 NEVER: dict[str, dict[str, str]] = {
     "train": {
         **_SEEN,
+        "critic.optimizer.freeze_vision_tower": _SEEN["data.images_key"],
         "data.over_length": "error refuses a run whose rows are too long, as the world's are: that is its effect",
         **dict.fromkeys(
             ("rollout.top_p", "rollout.top_k"),

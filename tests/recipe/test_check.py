@@ -433,6 +433,10 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         ),
         (["actor.optimizer={warmup_steps: 2, warmup_share: 0.1}"], "actor.optimizer.warmup_steps says how long"),
         (["actor={aux_loss_coef: 0.1, optimizer: {freeze_router: true}}"], "and frozen ones cannot. Set that to 0"),
+        (
+            ["actor={lora: {rank: 4}, optimizer: {freeze_vision_tower: false}}"],
+            "adapters alone learn, and the vision tower has none. Set it to true, or remove actor.lora",
+        ),
         (["agent.max_turns=3"], "nobody would answer the policy"),
         (["agent.tools=[kit:tool]"], "nobody could read the model's calls"),
         (["agent.environment=shop:Shop", "agent.environment_tools=[look]"], "nobody could read the model's calls"),

@@ -12,6 +12,7 @@ from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 
 HASH = "sync.verify=hash"
+TOWER = "actor.optimizer.freeze_vision_tower=false"
 APART = ("sync.lora=adapters", "actor.lora={}")
 FP8 = ("rollout.quantization=fp8", "model.dtype=bfloat16")
 
@@ -22,6 +23,7 @@ FP8 = ("rollout.quantization=fp8", "model.dtype=bfloat16")
         ([HASH, "rollout.servers={urls: ['http://10.0.0.2:1'], key_env: K}"], "names servers of somebody else"),
         ([HASH, "rollout.server_args=[--ep-size, '2']"], "with --ep-size in rollout.server_args"),
         ([HASH, "rollout.server_args=[--torchao-config=int4wo-128]"], "in another form than the hashes"),
+        ([HASH, TOWER, "rollout.server_args=[--mm-enable-dp-encoder]"], "with --mm-enable-dp-encoder in rollout"),
         ([HASH, *FP8], "Set it to probe, or rollout.quantization to null"),
         ([FP8[0], "model.dtype=float32"], "model.dtype is float32. Set that to bfloat16"),
         ([*FP8, "rollout.servers={urls: ['http://10.0.0.2:1'], key_env: K}"], "names those of somebody else"),

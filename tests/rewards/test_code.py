@@ -81,12 +81,12 @@ def test_it_is_one_of_the_graders_of_a_recipe() -> None:
 
 
 def test_settings_are_heeded() -> None:
-    slow = "import time; time.sleep(1)\n" + RIGHT
+    slow = "import time; time.sleep(60)\n" + RIGHT
     hungry = "held = bytearray(100 * 2**20)\n" + RIGHT
     talking = "print('x' * 5000)\n" + RIGHT
     row = {"mine": ADD["tests"], "tests": {"inputs": ["1 2"], "outputs": ["4"]}}
     cases = [(block(code), row) for code in (RIGHT, slow, hungry, talking)] + [(block(WRONG_FOR_ZERO), row)]
-    tight = {"field": "mine", "timeout_s": 0.9, "memory_mb": 64, "output_kb": 1, "max_tests": 2, "sandboxes": 2}
+    tight = {"field": "mine", "timeout_s": 3.0, "memory_mb": 64, "output_kb": 1, "max_tests": 2, "sandboxes": 2}
     assert [each.reward for each in grades(cases[:1])] == [0.0]  # the field that data sets have it in
     assert [each.reward for each in grades(cases, **tight)] == [1.0, 0.0, 0.0, 0.0, 1.0]
     limits = limits_of(Code(kind="code", disk_mb=8, processes=9))

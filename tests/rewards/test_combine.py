@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -127,7 +128,7 @@ def test_all_grade_at_the_same_time() -> None:
 
 def test_who_is_not_there_at_the_start_is_named_with_all_the_others() -> None:
     with pytest.raises(MegarlError) as caught:
-        talk(FakeRemote((401, f"no key {KEY}")), FakeJudge(HANG), lambda g: g.start(), timeout_s=0.2)
+        talk(FakeRemote((401, f"no key {KEY}")), FakeJudge(HANG), lambda g: g.start(), timeout_s=1.0)
     text = str(caught.value)
     assert "long (remote): error: http://127.0.0.1" in text and "answered 401: no key" in text
     assert "rude (judge): timeout: no answer from http://127.0.0.1" in text
@@ -182,13 +183,13 @@ def test_a_grader_that_hangs_is_told_of_while_it_does(which: str, monkeypatch: p
     async def go() -> list[str]:
         told: asyncio.Queue[str] = asyncio.Queue()
         async with FakeRemote(None, HANG) as remote, FakeJudge(None, HANG) as judge:
-            http = {"timeout_s": 1.0, "retries": 0}
+            http = {"timeout_s": 3.0, "retries": 0}
             settings = {
                 "rule": {"kind": "rule", "fn": "grading:naughty"},
                 "remote": {"kind": "remote", "url": remote.url, **http},
                 "judge": {"kind": "judge", "url": judge.url, "model": "m", **http},
             }
-            reward = Reward.model_validate({"timeout_s": 1.0, "graders": {"mine": settings[which]}})
+            reward = Reward.model_validate({"timeout_s": 3.0, "graders": {"mine": settings[which]}})
             graders = Graders.open(reward, told.put_nowait)
             await graders.start()
             grading = asyncio.create_task(graders.grade(Item("", "hang", "", {}, "train.jsonl:17")))
@@ -200,7 +201,8 @@ def test_a_grader_that_hangs_is_told_of_while_it_does(which: str, monkeypatch: p
 
     line, failed = asyncio.run(go())
     assert failed.startswith(f"the grader mine ({which}) failed at a response to train.jsonl:17: timeout")
-    assert line == f"the grader mine ({which}) has been at a response to train.jsonl:17 for 0 s; its deadline is 1 s"
+    begins = re.escape(f"the grader mine ({which}) has been at a response to train.jsonl:17 for ")
+    assert re.fullmatch(rf"{begins}[0-3] s; its deadline is 3 s", line)
 
 
 def test_servers_that_were_there_before_are_waited_for_at_the_start() -> None:
@@ -219,7 +221,7 @@ def test_servers_that_were_there_before_are_waited_for_at_the_start() -> None:
 
 def test_what_waits_for_a_server_that_hangs_is_given_up() -> None:
     remote, judge = FakeRemote(None, *[HANG] * 99), FakeJudge(None, *[HANG] * 99)
-    common = {"concurrency": 3, "timeout_s": 0.3}
+    common = {"concurrency": 3, "timeout_s": 2.0}
 
     async def call(graders: Graders) -> list[Combined]:
         return await asyncio.gather(*(graders.grade(Item("", "1", "2", {}, f"row {index}")) for index in range(40)))

@@ -6,7 +6,6 @@ import datetime
 import itertools
 import math
 import re
-import socket
 import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.core.ports import free_port
 from megarl.rewards import patience
 from megarl.rewards.http import CallError, JsonClient, LateError
 from tests.support.fake_graders import DROP, HANG, Act, FakeGrader
@@ -130,8 +130,8 @@ def test_an_answer_without_an_end_is_given_up_before_it_fills_the_memory() -> No
 
 
 def test_a_hang_ends_at_the_deadline() -> None:
-    answer, fake = called(HANG, timeout_s=0.3)
-    assert answer == f"timeout: no answer from {fake.url} within 0.3 s"
+    answer, fake = called(HANG, timeout_s=1.0)
+    assert answer == f"timeout: no answer from {fake.url} within 1 s"
     assert len(fake.bodies) == 1
 
 
@@ -142,9 +142,10 @@ def test_a_rate_limit_is_waited_for_as_the_server_says_within_the_time_for_outag
     answer, fake = called(
         *[(429, "quota", {"Retry-After": "3600"})] * 2, retries=0, retry_for_s=0.2, section="reward.graders.tests"
     )
-    assert answer == (
-        f"error: {fake.url} answered 429: quota; it has been gone or busy for 0 s, and is asked again for 0.2 s "
-        "(reward.graders.tests.retry_for_s)"
+    assert re.fullmatch(
+        rf"error: {fake.url} answered 429: quota; it has been gone or busy for \d+ s, and is asked again for 0\.2 s "
+        r"\(reward\.graders\.tests\.retry_for_s\)",
+        answer,
     )
     assert len(fake.bodies) == 2
 
@@ -199,12 +200,6 @@ async def served(port: int, answer: bytes | None = b'"well"') -> AsyncIterator[N
             writer.close()
 
 
-def free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return int(unused.getsockname()[1])
-
-
 def test_a_server_that_is_started_again_is_waited_for_and_people_are_told_until_when(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -220,7 +215,7 @@ def test_a_server_that_is_started_again_is_waited_for_and_people_are_told_until_
         async with served(port):
             found = [await client.post("x")]
         asked = [asyncio.create_task(client.post("x")) for _ in range(20)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not told:
                 await asyncio.sleep(0.01)
         well.append(client.well_since)
@@ -237,14 +232,14 @@ def test_a_server_that_is_started_again_is_waited_for_and_people_are_told_until_
         rf"error: no answer from {url}: .*\. It is asked again until \d\d:\d\d:\d\d \(judge\.retry_for_s: 60 s\)",
         told[0],
     )
-    assert re.fullmatch(rf"{url} answers again, after \d s", told[1])
-    assert before == -math.inf and during == math.inf and -9 < after <= 0
+    assert re.fullmatch(rf"{url} answers again, after \d+ s", told[1])
+    assert before == -math.inf and during == math.inf and -60 < after <= 0
 
 
 def test_an_outage_ends_for_all_at_once_and_later_requests_do_not_wait_for_it_again() -> None:
     async def go() -> tuple[list[Any], float]:
         client = JsonClient(
-            f"http://127.0.0.1:{free_port()}", None, timeout_s=9.0, retries=0, retry_for_s=0.4, backoff_s=0.02
+            f"http://127.0.0.1:{free_port()}", None, timeout_s=9.0, retries=0, retry_for_s=2.0, backoff_s=0.02
         )
         failed = await asyncio.gather(*(client.post("x") for _ in range(3)), return_exceptions=True)
         began = time.monotonic()
@@ -255,7 +250,7 @@ def test_an_outage_ends_for_all_at_once_and_later_requests_do_not_wait_for_it_ag
 
     failed, took_s = asyncio.run(go())
     assert {type(each) for each in failed} == {LateError}  # so that those who wait behind them are given up
-    assert took_s < 0.3
+    assert took_s < 2
 
 
 def test_what_a_server_had_taken_before_it_was_gone_is_asked_again() -> None:

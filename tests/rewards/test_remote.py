@@ -117,7 +117,7 @@ def test_a_batch_fails_whole_and_the_others_do_not() -> None:
 
     grades = talk(lambda: FakeRemote((400, "no")), call)
     assert [grade.failure is None for grade in grades] == [False, False, True, True]
-    grades = talk(lambda: FakeRemote(HANG), call, timeout_s=0.2)
+    grades = talk(lambda: FakeRemote(HANG), call, timeout_s=1.0)
     assert [str(grade.failure).partition(":")[0] for grade in grades] == ["timeout", "timeout", "None", "None"]
     assert [grade.failure for grade in talk(lambda: FakeRemote((502, ""), DROP), call)] == [None] * 4
 
@@ -128,7 +128,7 @@ def test_the_deadline_does_not_count_the_wait_for_a_turn() -> None:
         lambda g, _: grade_all(g, ["a", "b", "c"]),
         batch=1,
         concurrency=1,
-        timeout_s=0.2,
+        timeout_s=1.0,
     )
     assert [grade.failure is None for grade in grades] == [False, False, True]
 
@@ -151,7 +151,7 @@ def test_nobody_waits_for_ever_where_the_client_breaks(monkeypatch: pytest.Monke
 
     async def call(grader: RemoteGrader, _: FakeRemote) -> list[Any]:
         asked = [grader.grade(Item("", str(n), "")) for n in range(3)]
-        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), timeout=5)
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), timeout=60)
 
     monkeypatch.setattr(JsonClient, "post", broken)
     assert [str(each) for each in talk(FakeRemote, call, batch=1)] == ["broken"] * 3
@@ -163,7 +163,7 @@ def test_a_caller_that_gives_up_harms_nobody() -> None:
             await asyncio.wait_for(grader.grade(Item("", "a", "")), timeout=0.05)
         return await grade_all(grader, ["b"])
 
-    assert talk(lambda: FakeRemote(HANG), call, timeout_s=0.3) == [Grade(1.0)]
+    assert talk(lambda: FakeRemote(HANG), call) == [Grade(1.0)]
 
 
 def test_what_is_given_up_before_it_was_sent_is_not_graded() -> None:
@@ -175,7 +175,7 @@ def test_what_is_given_up_before_it_was_sent_is_not_graded() -> None:
         await asyncio.gather(*grading, return_exceptions=True)
         return [item["response"] for body in fake.bodies for item in body["items"]]
 
-    assert talk(lambda: FakeRemote(HANG), call, batch=1, concurrency=1, timeout_s=0.3) == ["sent", "waits"]
+    assert talk(lambda: FakeRemote(HANG), call, batch=1, concurrency=1, timeout_s=1.0) == ["sent", "waits"]
 
 
 def test_closing_refuses_what_is_under_way_and_what_waits() -> None:

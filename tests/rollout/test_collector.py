@@ -681,9 +681,9 @@ def test_the_place_in_the_data_is_kept_and_restored(tmp_path: Path) -> None:
 
 def test_a_probe_is_short_and_of_the_last_step(tmp_path: Path) -> None:
     async def call(collector: LocalRollout, _: FakeSglang) -> Any:
-        before = collector.probe()
+        before = await collector.probe()
         await collector.generate(1, 0)
-        return before, collector.probe()
+        return before.rows, (await collector.probe()).rows
 
     before, after = collect(alternating, make_recipe(tmp_path), call)
     assert before == [[10 + i, 8, 9] for i in range(4)]

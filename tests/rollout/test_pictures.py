@@ -26,6 +26,7 @@ from megarl.rollout.collector import Collector
 from megarl.rollout.journal import JOURNAL
 from megarl.rollout.journal_rows import prompt_crc
 from megarl.rollout.pictures import Pictures
+from megarl.rollout.probe import Probe
 from megarl.serving.client import ServerClient
 from megarl.serving.sampling import Sampling
 from tests.models.configs import PLAIN
@@ -110,9 +111,9 @@ def test_servers_and_ranks_get_the_same_png_which_is_made_once(tmp_path: Path, m
     monkeypatch.setattr(module, "pngs", counted)
     server = Server()
 
-    async def call(found: LocalRollout) -> tuple[list[Shard], list[tuple[Block, ...]], list[list[int]]]:
+    async def call(found: LocalRollout) -> tuple[list[Shard], list[tuple[Block, ...]], Probe]:
         shards, _ = await found.generate(1, 0)
-        return shards, found._blocks, found.collectors[0].probe()
+        return shards, found._blocks, await found.probe()
 
     shards, [blocks], probe = rolled(tmp_path, call, server)
     assert sorted(made) == [("p0", False), ("p2", False), ("p3", False)]
@@ -126,7 +127,7 @@ def test_servers_and_ranks_get_the_same_png_which_is_made_once(tmp_path: Path, m
         assert [base64.b64decode(url.removeprefix("data:image/png;base64,")) for url in urls] == [*ours[ids[0]]]
         assert ids[1:] == ([5, TOKEN, 6, 9] if urls else [8, 9])
     # What a weight sync is verified on is text.
-    assert all(TOKEN not in each and each for each in probe)
+    assert probe.images is None and all(TOKEN not in each and each for each in probe.rows)
     told = [json.loads(line) for line in (tmp_path / "run" / "samples" / "step_000001.jsonl").read_text().splitlines()]
     assert {row["id"].split("/")[1]: row.get("images") for row in told} == {"p0": 1, "p1": None, "p2": 1, "p3": 1}
 

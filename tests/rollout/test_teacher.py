@@ -173,13 +173,16 @@ def test_a_server_that_is_gone_is_asked_again_and_people_are_told(monkeypatch: p
     assert told[1:] == ["the teacher server 0 answers again"]
 
 
-def test_what_another_server_can_answer_does_not_wait_for_the_one_that_is_gone() -> None:
+def test_what_another_server_can_answer_does_not_wait_for_the_one_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SHORTEST_PAUSE_S", "LONGEST_PAUSE_S"):
+        monkeypatch.setattr(f"megarl.rollout.teacher.{name}", 60.0)
+
     async def call(teacher: ServedTeacher, fakes: list[FakeSglang]) -> list[Said]:
         fakes[0].refuse["/generate"] = (503, "loading")
         return [await teacher.say(answered([20], [1])) for _ in range(3)]
 
-    found, [gone, well], told = asking(call, servers=2, timeout_s=5.0)
-    assert [each.failure for each in found] == [None] * 3 and sum(each.seconds for each in found) < 0.5
+    found, [gone, well], told = asking(call, servers=2)
+    assert [each.failure for each in found] == [None] * 3 and sum(each.seconds for each in found) < 60
     assert (len(gone.calls), len(well.calls)) == (1, 3) and told == []
 
 
@@ -207,8 +210,8 @@ def test_past_its_deadline_the_sample_has_failed_and_says_why() -> None:
         fakes[0].refuse["/generate"] = (500, "out of memory")
         return await teacher.say(answered([20], [1]))
 
-    found, _, _ = asking(call, timeout_s=0.05)
-    assert found.failure and "no answer within teacher.servers.timeout_s, 0.05 s; the last answer:" in found.failure
+    found, _, _ = asking(call, timeout_s=2.0)
+    assert found.failure and "no answer within teacher.servers.timeout_s, 2 s; the last answer:" in found.failure
     assert "out of memory" in found.failure
     sample = replace(answered([20], [1]), grade_failure="math: late")
     found.put(sample)

@@ -41,18 +41,27 @@ def test_what_had_finished_and_teaches_nothing_is_replaced_all_the_same(
     """Killed once one such group was replaced: the coordinator; its collector went on for a while."""
     monkeypatch.setattr(FreshSglang, "respond", _half_dull)
     whole = Life(tmp_path / "whole", 1, sections=DYNAMIC, samples_per_prompt=8).run(2)
-    plain = Coordinator._told
+    plain, heard, all_heard = Coordinator._told, set[int](), asyncio.Event()
 
     async def told(self: Coordinator, owner: int, news: News) -> None:
         for facts in news.finished:  # one by one: two that end at once would be replaced at once
+            heard.add(facts.group)
             if not self._refills.replaced:
                 await plain(self, owner, News([facts]))
+        if self._refills.replaced and {entry.asked.group for entry in self.ledger.running()} <= heard:
+            all_heard.set()
+
+    async def kill(life: Life) -> None:
+        running = asyncio.create_task(life._run(2, None, None, None))
+        await asyncio.wait_for(all_heard.wait(), 60)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
 
     with monkeypatch.context() as patch:
         patch.setattr(Coordinator, "_told", told)
         killed = Life(tmp_path, 1, sections=DYNAMIC, samples_per_prompt=8)
-        with pytest.raises(TimeoutError):
-            asyncio.run(asyncio.wait_for(killed._run(2, None, None, None), 3.0))
+        asyncio.run(kill(killed))
     decided = [each for each in read_decisions(tmp_path / "run" / JOURNAL, 0) if each.kind != "admitted"]
     assert [(each.kind, len(each.groups)) for each in decided] == [("taken", 4), ("dull", 1)]
     again = Life(tmp_path, 1, sections=DYNAMIC, samples_per_prompt=8).run(2)

@@ -34,3 +34,9 @@ def test_a_server_that_holds_requests_outlives_the_longest_sync(
     overrides: tuple[str, ...], longest: str | None
 ) -> None:
     assert told("--watchdog-timeout", *ALONE, *overrides) == longest
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_a_server_hears_whether_the_tower_learns(freeze: bool) -> None:
+    recipe = load_recipe(RECIPE, (f"actor.optimizer.freeze_vision_tower={str(freeze).lower()}",)).recipe
+    assert server_spec(recipe).tower_learns is not freeze

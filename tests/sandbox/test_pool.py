@@ -202,11 +202,13 @@ def test_runs_under_way_end_with_their_pool() -> None:
 
 OWNER = """
 import asyncio, sys
+from megarl.sandbox import watch
 from megarl.sandbox.pool import SandboxPool
 async def main():
     async with SandboxPool(size=2) as pool:
         runs = [asyncio.ensure_future(pool.run("import time; time.sleep(600)")) for _ in range(2)]
-        await asyncio.sleep(0.5)
+        while len(list(watch.tree(pool._process.pid))) < 5:
+            await asyncio.sleep(0.05)
         print(pool._process.pid, flush=True)
         await asyncio.wait(runs)
 asyncio.run(main())

@@ -15,7 +15,15 @@ from megarl.placement.server_share import chosen_share
 from megarl.placement.workload import read_model
 from megarl.serving.server import ServerSpec
 from megarl.serving.server_flags import SPARE_TOKENS
-from megarl.serving.server_models import IMAGE_ENV, IMAGE_FLAGS, KEPT_WEIGHTS, VARIABLE, max_positions, unused_models
+from megarl.serving.server_models import (
+    IMAGE_ENV,
+    IMAGE_FLAGS,
+    KEPT_WEIGHTS,
+    SEEN_MB,
+    VARIABLE,
+    max_positions,
+    unused_models,
+)
 from tests.serving.test_cuda_flags import SLEEPS, settled
 from tests.support.large_vision import LARGE, write_large_vision
 from tests.support.vision import QWEN2_5, QWEN3, SQUARE
@@ -50,6 +58,19 @@ def test_a_server_is_told_of_images_where_its_model_sees(
     assert spec.env()["SGLANG_VLM_CACHE_SIZE_MB"] == "2048"
     used = SEEING - set(unused_models(spec.model))
     assert len(used) == 1 and not used.intersection(spec.env()[VARIABLE].split(","))
+
+
+def test_of_a_tower_that_learns_a_server_keeps_nothing_that_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learns = ServerSpec(folder(tmp_path, architectures=[QWEN3]), "float32", tower_learns=True)
+    for asked in (None, "2048"):
+        if asked is not None:
+            monkeypatch.setenv(SEEN_MB, asked)
+        assert learns.env()[SEEN_MB] == "0"
+        others = {name: value for name, value in IMAGE_ENV.items() if name != SEEN_MB}
+        assert learns.env().items() >= others.items()
+    assert SEEN_MB not in replace(learns, model=folder(tmp_path, architectures=["Qwen2ForCausalLM"])).env()
 
 
 def test_a_server_of_a_model_that_does_not_see_hears_nothing_of_images(tmp_path: Path) -> None:

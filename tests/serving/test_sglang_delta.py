@@ -45,7 +45,7 @@ def test_all_that_a_folder_has_is_in_the_model_that_sglang_builds(tmp_path: Path
     )
     assert done.returncode == 0, done.stderr[-3000:]
     layers = ["linear_attention", "attention", "linear_attention"]
-    expected = {"unfilled": [], "otherwise": 0, "base": BASE, "layers": layers}
+    expected = {"unfilled": [], "otherwise": 0, "tower": [], "base": BASE, "layers": layers}
     assert json.loads(done.stdout.splitlines()[-1]) == {
         str(folder): expected | {"turns by three axes": "Conditional" in folder.name} for folder in folders
     }

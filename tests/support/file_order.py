@@ -56,6 +56,7 @@ COPIED = (
     "tests/sync/test_hashes.py",
     "tests/sync/test_adapters.py",
     "tests/sync/test_images.py",
+    "tests/sync/test_tower.py",
     "tests/serving/test_images.py",
     "tests/end_to_end/test_external.py",
     "tests/end_to_end/test_teacher.py",

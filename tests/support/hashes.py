@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megarl.models.hf_config import load_model_config
 from megarl.models.rules import expected_tensors
+from megarl.models.tower_files import with_tower
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.hashes import ExpectedSums, differences, server_sums
 from tests.support.platforms import chosen
@@ -30,21 +31,29 @@ def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, found.get_tensor(name)
 
 
+def _of_part(name: str) -> str:
+    """What a tensor of a multimodal folder with newer names is called in its text part, which a tower that learns is beside."""
+    return name.replace("model.language_model.", "model.").removeprefix("model." if ".visual." in name else "")
+
+
 def differing(
     server: ServerEndpoint,
     folder: Path,
     dtype: torch.dtype = torch.float32,
     *,
     tensors: Mapping[str, Tensor] | None = None,
+    tower: bool = False,
 ) -> list[str]:
     """Tensors of the server that are not what the folder (or `tensors`, by HF's names) has; none where all bits are equal.
 
-    dtype: that the server was started with.
+    dtype: that the server was started with. tower: that of a model that sees is among them.
     """
     config = load_model_config(folder)
+    config = with_tower(config, folder) if tower else config
     expected = expected_tensors(config)
     sums = ExpectedSums(config, [server.tp], dtype, chosen())
     for name, tensor in tensors.items() if tensors is not None else tensors_in(folder):
+        name = _of_part(name) if tower else name
         if name in expected:  # files of tied models may have the head as well
             sums.add(name, tensor)
     return differences(sums.finish()[server.tp], asyncio.run(server_sums(server, DEADLINE_S)))

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from megarl.core.end_signals import SIGNALS
 
 
-def ended(pids: Iterable[int], within_s: float = 5.0) -> bool:
+def ended(pids: Iterable[int], within_s: float = 20.0) -> bool:
     """Whether all of these end in time. One that nobody has reaped yet counts as ended."""
     end = time.monotonic() + within_s
     for pid in pids:

@@ -18,6 +18,7 @@ from megarl.rollout.attempt import Player
 from megarl.rollout.collector import Collector
 from megarl.rollout.coordinator import Coordinator
 from megarl.rollout.local_advantages import LocalAdvantages, StepPlan, column_names
+from megarl.rollout.probe import Probe
 from megarl.rollout.replayed import ReplayCollector
 from megarl.rollout.teacher import ServedTeacher
 from megarl.serving.client import ServerClient, ServerEndpoint
@@ -161,9 +162,9 @@ class LocalRollout:
         }
         return Learned(made, metrics)
 
-    def probe(self) -> list[list[int]]:
+    async def probe(self) -> Probe:
         """What a weight sync is verified on."""
-        return self.collectors[0].probe()
+        return await self.collectors[0].probe()
 
     async def evaluate(self, step: int, version: int) -> EvalResult:
         """Held-out answers, graded."""

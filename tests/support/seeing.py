@@ -23,7 +23,7 @@ from megarl.models.vision import Vision, load_vision, png_size
 from megarl.serving.client import ServerClient, ServerEndpoint
 from megarl.serving.process import start_all
 from megarl.serving.server import ProcessPlace, ServerProcess, ServerSpec
-from megarl.sync.held import MLP_PADDING, VOCAB_PADDING
+from megarl.sync.held_piece import MLP_PADDING, VOCAB_PADDING
 from tests.support.forked_servers import Copies
 from tests.support.platforms import chosen
 from tests.support.served import KEY, ON_DEVICES, START_S
@@ -69,17 +69,22 @@ class HfVision:
         found: FloatArray = torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
         return found
 
-    def perturb(self, seed: int) -> None:
-        """Move every weight of the text part a little, as an optimizer step would."""
+    def perturb(self, seed: int, *, tower: bool = False) -> None:
+        """Move every weight of the text part, or of the tower, a little, as an optimizer step would."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for _, tensor in self.text():
+            for _, tensor in self.sent_tower() if tower else self.text():
                 tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.03)
 
     def text(self) -> list[tuple[str, Tensor]]:
         """The text part's weights, by the names of a folder of its own."""
         named = ((self._multimodal.text_name(name), tensor) for name, tensor in self.model.named_parameters())
         return list(experts_apart({name: tensor for name, tensor in named if name is not None}).items())
+
+    def sent_tower(self) -> list[tuple[str, Tensor]]:
+        """The tower's weights, by the names by which a trainer sends those of one that learns."""
+        named = self.model.named_parameters()
+        return [(name.removeprefix("model."), tensor) for name, tensor in named if ".visual." in name]
 
     def tower(self) -> dict[str, Tensor]:
         """The tower's, by SGLang's names, as one rank holds them: gate and up in one, filled up as text's are."""
@@ -102,9 +107,9 @@ class HfVision:
             found[name.replace(".gate_proj.", ".gate_up_proj.").replace(".attn.qkv.", ".attn.qkv_proj.")] = tensor
         return found
 
-    def buckets(self) -> list[list[tuple[str, Tensor]]]:
-        """The text part's weights in three buckets, as a trainer sends them."""
-        items = self.text()
+    def buckets(self, *, tower: bool = False) -> list[list[tuple[str, Tensor]]]:
+        """The text part's weights in three buckets, as a trainer sends them. tower: the tower's in front of them."""
+        items = [*(self.sent_tower() if tower else ()), *self.text()]
         size = -(-len(items) // 3)
         return [items[start : start + size] for start in range(0, len(items), size)]
 
@@ -157,11 +162,15 @@ class Seeing:
 
 
 @contextmanager
-def seeing(copies: Copies, folder: Path, architecture: Architecture, tp: int = 1) -> Iterator[Seeing]:
+def seeing(
+    copies: Copies, folder: Path, architecture: Architecture, tp: int = 1, *, tower_learns: bool = False
+) -> Iterator[Seeing]:
     """A server of a tiny model."""
     model = write_tiny_vision_model(folder / "model", architecture, seed=3, published=architecture == QWEN2_5)
     extra = ("--chunked-prefill-size", str(CHUNK), *(ON_DEVICES if chosen().has_device_memory else ()))
-    spec = ServerSpec(model, "float32", tp=tp, kv_tokens=4096, context_length=1024, extra=extra)
+    spec = ServerSpec(
+        model, "float32", tp=tp, kv_tokens=4096, context_length=1024, tower_learns=tower_learns, extra=extra
+    )
     server = copies.server("server", spec, chosen(), ProcessPlace(folder / "logs", KEY))
     try:
         start_all([server], START_S)

@@ -2,8 +2,8 @@
 
 SGLang 0.5.21 builds them on a CPU where it is not told that it is one, and without the kernels of that, which nothing here
 calls. Each in a process of its own; prints as its last line {folder: {"unfilled": parameters, "otherwise": numbers of elements
-that were sent and are not held, or the other way round, "base": RoPE's, "layers": their kinds, "turns by three axes": whether
-RoPE does}}.
+that were sent and are not held, or the other way round, "tower": its tensors that are not what was sent, "base": RoPE's,
+"layers": their kinds, "turns by three axes": whether RoPE does}}.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from megarl.core.platform import get_platform
 from megarl.serving import sglang_cpu
 from megarl.serving.server_models import missing_settings
+from megarl.sync.held_tower import engine_name
 from tests.support.sglang_fp8 import build
 
 # Which modules name as they load.
@@ -42,12 +43,15 @@ def filled(folder: Path) -> dict[str, Any]:
     model.load_weights(iter(sent.items()))
     held = dict(model.named_parameters())
     unfilled = [name for name, parameter in held.items() if parameter.isnan().any()]
+    tower = {name.removeprefix("model."): each for name, each in sent.items() if "visual." in name}
     # Of a tower SGLang fills up a table of positions.
+    towers = {name: each for name, each in held.items() if "visual." in name}
     sent, held = ({name: each for name, each in some.items() if "visual." not in name} for some in (sent, held))
-    for parameter in held.values():
+    for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
-    # An update has the text part's own names.
-    model.load_weights((name.replace("model.language_model.", "model."), each) for name, each in sent.items())
+    # An update has the text part's own names, and those of a tower that learns.
+    text = {name.replace("model.language_model.", "model."): each for name, each in sent.items()}
+    model.load_weights(iter((tower | text).items()))
     unfilled += [name for name, parameter in held.items() if parameter.isnan().any()]
     ours, theirs = (torch.cat([each.flatten() for each in some.values()]) for some in (sent, held))
     ours, theirs = ours.sort().values, theirs.sort().values
@@ -55,6 +59,11 @@ def filled(folder: Path) -> dict[str, Any]:
     return {
         "unfilled": unfilled,
         "otherwise": int((ours != theirs).sum()) if len(ours) == len(theirs) else len(ours) - len(theirs),
+        "tower": [
+            name
+            for name, each in tower.items()
+            if not torch.equal(towers[engine_name(name)][: len(each)], each) or towers[engine_name(name)].isnan().any()
+        ],
         "base": rope.base,
         "layers": model.config.layers_block_type,
         "turns by three axes": getattr(model, "is_mrope_enabled", False),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from megarl.serving.server import ServerSpec
 from megarl.sync.hashes import Sums
@@ -19,12 +20,20 @@ from tests.support.sglang_fp8 import joined
 DEADLINE_S = 120.0  # a quiet machine needs one
 
 
-def sums_of(copies: Copies, spec: ServerSpec, folder: Path) -> list[Sums]:
-    """Hashes of every tensor, by rank. folder: an empty one. Fails with what SGLang said."""
+def sums_of(copies: Copies, spec: ServerSpec, folder: Path, *, as_on_devices: bool = False) -> list[Sums]:
+    """Hashes of every tensor, by rank. folder: an empty one. Fails with what SGLang said.
+
+    as_on_devices: weights are cut as SGLang's loaders do it there, where nothing of a model's config is filled up.
+    """
     words, files = spec.words(chosen(), "127.0.0.1", 0), [folder / f"{rank}.json" for rank in range(spec.tp)]
     children = [
         copies.call(
-            "tests.support.sglang_held:hold", words=words, rank=rank, store=str(folder / "store"), answer=str(file)
+            "tests.support.sglang_held:hold",
+            words=words,
+            rank=rank,
+            store=str(folder / "store"),
+            answer=str(file),
+            as_on_devices=as_on_devices,
         )
         for rank, file in enumerate(files)
     ]
@@ -33,14 +42,17 @@ def sums_of(copies: Copies, spec: ServerSpec, folder: Path) -> list[Sums]:
     return [json.loads(file.read_text()) for file in files]
 
 
-def hold(words: list[str], rank: int, store: str, answer: str) -> None:
+def hold(words: list[str], rank: int, store: str, answer: str, as_on_devices: bool) -> None:
     """One rank, as SGLang's ModelRunner.load_model makes it."""
     load = import_module("sglang.srt.configs.load_config").LoadConfig()
     config = joined(words, rank, Path(store))
     tp_size = import_module("sglang.srt.runtime_context").get_parallel().tp_size
-    config = import_module("sglang.srt.configs.update_config").adjust_config_with_unaligned_cpu_tp(
-        config, load, tp_size
-    )
+    if as_on_devices:
+        linear: Any = import_module("sglang.srt.layers.linear")
+        linear._is_cpu = False
+    else:
+        update = import_module("sglang.srt.configs.update_config")
+        config = update.adjust_config_with_unaligned_cpu_tp(config, load, tp_size)
     device = import_module("sglang.srt.configs.device_config").DeviceConfig("cpu", rank)
     model = import_module("sglang.srt.model_loader").get_model(
         model_config=config, load_config=load, device_config=device

@@ -155,12 +155,13 @@ def write_tiny_vision_model(
     tied: bool = False,
     published: bool = False,
     text: dict[str, Any] | None = None,
+    tower: dict[str, Any] | None = None,
     **saving: Any,
 ) -> Path:
     """Write a random model in float32, a tokenizer of one token a character, and the processor's file; returns the folder.
 
-    published: config.json has the text's keys at its top, as Qwen2.5-VL's has. text: keys of the text part. saving: for
-    save_pretrained. Qwen3-VL's experts lie as they are published.
+    published: config.json has the text's keys at its top, as Qwen2.5-VL's has. text, tower: keys of these parts. saving:
+    for save_pretrained. Qwen3-VL's experts lie as they are published.
     """
     import transformers
 
@@ -169,7 +170,7 @@ def write_tiny_vision_model(
     marks = _write_vision_tokenizer(folder)
     config = getattr(transformers, config_class)(
         text_config={**TEXT, **own, **(text or {}), "tie_word_embeddings": tied},
-        vision_config=dict(vision),
+        vision_config={**vision, **(tower or {})},
         tie_word_embeddings=tied,
         **marks,
     )

@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megarl.core.layout import Layout
 from megarl.models.parts import first_copy
+from megarl.recipe.roles import Optimizer
 from megarl.serving.client import ServerEndpoint
 from megarl.sync.fetch import Fetched, Fetcher, Order
 from megarl.sync.hash_report import HashReport
@@ -26,7 +27,7 @@ from megarl.sync.sending import Sending, Versions
 from megarl.sync.store import Store
 from megarl.sync.transport import make_transport
 from megarl.training.rank import Rank
-from megarl.training.spec import RoleSpec
+from megarl.training.spec import RoleSpec, SftObjective
 from tests.support.hashes import differing
 from tests.support.platforms import chosen
 
@@ -34,6 +35,7 @@ ROWS = "rows.jsonl"
 DEVICES = "devices"  # shared memory, a piece for each device
 BUCKET_BYTES = 1 << 16
 TIMEOUT_S = 60.0
+LEARNS = Optimizer(name="sgd", freeze_vision_tower=False)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Job:
     """layouts: as `Layout` takes them, tried one by one. transports: those of each. models: two of the same config, in turn.
 
     servers: of ServerEndpoint. root: for what is exported, weight versions and the registry of shared memory; what was seen goes
-    there, a line a sync (`ROWS`).
+    there, a line a sync (`ROWS`). tower: models see, and their towers learn.
     """
 
     port: int
@@ -51,6 +53,7 @@ class Job:
     models: list[str]
     servers: list[dict[str, Any]]
     root: str
+    tower: bool = False
 
     def write(self, file: Path) -> Path:
         file.write_text(json.dumps(asdict(self)))
@@ -61,7 +64,8 @@ def check(job: Job, rank: Rank, layout: Layout, transport_name: str, model: Path
     """One sync: the servers hold something else before it, and the export bit for bit behind it."""
     servers = [ServerEndpoint(**each) for each in job.servers]
     platform, folder = chosen(), Path(job.root)
-    rank.build("actor", RoleSpec(model, "float32", layout=layout))
+    spec = RoleSpec(model, "float32", layout=layout)
+    rank.build("actor", replace(spec, optimizer=LEARNS, objective=SftObjective()) if job.tower else spec)
     store = Store(Path(tempfile.mkdtemp(dir=folder)), "model") if rank.rank == 0 else Store(folder, "model")
     [store] = everywhere(rank, store)
     # Memory of processes stands for that of devices: a rank beside each rank of each server, from the last one on.
@@ -108,7 +112,7 @@ def check(job: Job, rank: Rank, layout: Layout, transport_name: str, model: Path
         assert (report.failed, after.failed, after.wrong) == ({}, {}, {}), f"{what}: {report.failed} {after}"
         assert not any(each.trouble for each in fetched.values()), f"{what}: {fetched}"
         for server in servers:
-            assert differing(server, exported) == [], f"{what}, to {server.name}"
+            assert differing(server, exported, tower=job.tower) == [], f"{what}, to {server.name}"
         row = {"layout": str(layout), "transport": transport_name, "tensors": after.num_tensors}
         with (folder / ROWS).open("a") as rows:
             rows.write(json.dumps(row) + "\n")

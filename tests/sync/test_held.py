@@ -11,7 +11,8 @@ from megarl.models.config import ModelConfig
 from megarl.models.families import FAMILIES
 from megarl.models.hf_config import parse_model_config
 from megarl.models.rules import expected_tensors
-from megarl.sync.held import Held, Piece, held_by
+from megarl.sync.held import Held, held_by
+from megarl.sync.held_piece import Piece
 from tests.support.tiny import CONFIGS, tiny_config
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megarl.models.hf_config import load_model_config
+from megarl.models.multimodal import TOWER
 from megarl.serving.client import ServerClient
 from megarl.serving.server import ServerSpec
 from megarl.sync.hashes import ExpectedSums, Sums, differences, server_sums
-from megarl.sync.held import TOWER
 from megarl.sync.tensor_hash import flat_bytes, make_hash
 from megarl.sync.verify import probe_servers, verify
 from tests.support.forked_servers import Copies

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megarl.core.errors import SyncError
 from megarl.data.pack import assemble
+from megarl.serving.images import SentImages
 from megarl.sync.verify import ProbeAnswers, probe_servers, probe_shard, split_column, verify
 from tests.support.fake_sglang import FakeSglang, generation
 
@@ -60,6 +62,35 @@ def test_the_probe_is_one_label_aligned_micro_batch() -> None:
     assert micro.loss_mask.tolist() == [1, 1, 0, 1, 0]
     assert micro.cu_seqlens.tolist() == [0, 3, 5]
     assert micro.weights.tolist() == [0] * 5
+
+
+def test_a_sequence_with_images_is_the_last_and_nothing_is_said_of_their_tokens() -> None:
+    probe, images = [[5, 6, 7], [8, 3, 3, 9, 4]], SentImages((b"a png",), 3)
+    plan, block = probe_shard(probe, images)
+    (mini,) = assemble(plan, [block]).mini_batches
+    (micro,) = mini.micro_batches
+    assert micro.tokens.tolist() == [5, 6, 7, 8, 3, 3, 9, 4]
+    assert micro.images == ((), (b"a png",))
+    column = np.array([-1, -2, 0, -70, -80, -3, -4, 0], np.float32)
+    assert [row.tolist() for row in split_column(column, probe, images)] == [[-1, -2], [-3, -4]]
+
+    def answer(body: dict[str, Any]) -> dict[str, object]:
+        # A server has what tells images apart in the places of their tokens, and there are as many as the image has squares.
+        assert ("image_data" in body) == (body["input_ids"] == [8, 3, 9, 4]), body
+        tokens = [8, 70001, 70001, 9, 4] if "image_data" in body else body["input_ids"]
+        made = generation([])
+        made["meta_info"]["input_token_logprobs"] = [
+            [None if at == 0 else -float(at), token, None] for at, token in enumerate(tokens)
+        ]
+        return made
+
+    async def go() -> ProbeAnswers:
+        async with FakeSglang("server 0", answer) as fake:
+            return await probe_servers([fake.endpoint], probe, 5.0, images)
+
+    answers = asyncio.run(go())
+    assert answers.failed == {}
+    assert [row.tolist() for row in answers.logprobs["server 0"]] == [[-1, -2], [-3, -4]]
 
 
 def test_the_trainers_column_is_cut_at_the_sequences() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from megarl.core.layout import Layout
 from megarl.core.types import Column, MiniBatch, Shard
 from megarl.models.hf_files import names_of_text
+from megarl.models.multimodal import tower_names
 from megarl.models.vision import Vision
 from megarl.recipe.roles import Optimizer
 from megarl.recipe.supervised import Dpo
@@ -26,6 +27,7 @@ from tests.training.samples import Example, to_micro_batch
 
 # Gradients stay whole, and weights as they are.
 STANDSTILL = Optimizer(name="sgd", lr=1e-30, clip_grad=1e9)
+WITH_TOWER = STANDSTILL.model_copy(update={"freeze_vision_tower": False})
 WORDS = 80  # of the vocabulary, before the tokens of images
 
 
@@ -89,10 +91,11 @@ def pictured_shards(made: list[Pictured], dp: int = 1, micro_batches: int = 1) -
     return shards
 
 
-def seeing_spec(folder: Path, layout: Layout = Layout(), **others: Any) -> RoleSpec:  # noqa: B008
-    """A policy that learns nothing and keeps its gradients."""
+def seeing_spec(folder: Path, layout: Layout = Layout(), *, tower: bool = False, **others: Any) -> RoleSpec:  # noqa: B008
+    """A policy that learns nothing and keeps its gradients. tower: those of its vision tower too."""
+    optimizer = WITH_TOWER if tower else STANDSTILL
     return RoleSpec(
-        folder, "float32", optimizer=STANDSTILL, objective=SftObjective(), layout=layout, total_steps=4, **others
+        folder, "float32", optimizer=optimizer, objective=SftObjective(), layout=layout, total_steps=4, **others
     )
 
 
@@ -125,7 +128,7 @@ def transformers_logits(model: Any, folder: Path, vision: Vision, each: Pictured
 
 def _by_embeddings(model: Any, ids: Tensor, kinds: Tensor, embedded: Tensor, pictures: Any) -> Tensor:
     seen = model.model.get_image_features(pictures["pixel_values"], pictures["image_grid_thw"])
-    features = torch.cat(list(seen.pooler_output)).detach()
+    features = torch.cat(list(seen.pooler_output))
     embedded = embedded.clone()
     embedded[0, kinds] = features
     places, _ = model.model.get_rope_index(ids, kinds.int()[None], pictures["image_grid_thw"])
@@ -175,7 +178,7 @@ def reference(
     made: list[Pictured],
     loss_of: Callable[[list[Pictured], list[Tensor]], Tensor] = likely,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Log-probs of each sequence's labels, and the gradients of the loss, by the text part's names."""
+    """Log-probs of each sequence's labels, and the gradients of the loss, as `gradients_of` names them."""
     model = transformers_model(folder)
     logprobs = []
     for each in made:
@@ -183,10 +186,19 @@ def reference(
         labels = torch.tensor(each.example.labels)
         logprobs.append(logits.log_softmax(-1).gather(1, labels[:, None])[:, 0])
     loss_of(made, logprobs).backward()  # type: ignore[no-untyped-call]
+    return [each.detach() for each in logprobs], gradients_of(model, folder)
+
+
+def gradients_of(model: Any, folder: Path) -> dict[str, Tensor]:
+    """Of transformers' model, by the text part's names; the tower's begin `visual.`."""
     newer = {name: parameter.grad for name, parameter in model.named_parameters()}
-    names = names_of_text(newer, folder)
-    found = {text: grad for text, name in names.items() if (grad := newer[name]) is not None}
-    return [each.detach() for each in logprobs], experts_apart(found)
+    names = names_of_text(newer, folder) | {f"visual.{part}": name for part, name in tower_names(newer).items()}
+    return experts_apart({text: grad for text, name in names.items() if (grad := newer[name]) is not None})
+
+
+def of_text(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the text part alone."""
+    return {name: each for name, each in gradients.items() if not name.startswith("visual.")}
 
 
 def scored_reference(folder: Path, vision: Vision, made: list[Pictured]) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -204,7 +216,5 @@ def scored_reference(folder: Path, vision: Vision, made: list[Pictured]) -> tupl
         apart = (value - torch.tensor(said_before(each))) ** 2 / 2
         total = total + (apart * mask).sum() / mask.sum() / len(made)
     total.backward()  # type: ignore[no-untyped-call]
-    newer = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    found = {text: grad for text, name in names_of_text(newer, folder).items() if (grad := newer[name]) is not None}
     assert head.grad is not None
-    return [each.detach() for each in values], experts_apart(found) | {"score.weight": head.grad}
+    return [each.detach() for each in values], gradients_of(whole, folder) | {"score.weight": head.grad}

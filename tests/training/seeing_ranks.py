@@ -24,7 +24,7 @@ from megarl.models.hf_config import load_model_config
 from megarl.training.rank import Rank
 from megarl.training.spec import DpoObjective, ValueObjective
 from tests.support.platforms import chosen
-from tests.support.vision import QWEN2, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE
+from tests.support.vision import QWEN2, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE
 from tests.training.seeing import PREFERENCE, paired_shards, pictured_shards, seeing_spec, some_pictured
 
 MICRO_BATCHES = 2
@@ -43,6 +43,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
 PAIRED = ("tp2 sp cp2", "pp2 cp2")
 
 
+DEEPSTACK = (QWEN3, QWEN3_MOE)
 OF_EXPERTS = {
     "dp2 ep2": (Layout(ep=2, world_size=2), {}),
     "tp2 sp pp2 ep2": (Layout(tp=2, sequence_parallel=True, pp=2, ep=2, world_size=4), {"recompute": "full"}),
@@ -61,9 +62,15 @@ def cases_of(architecture: str) -> dict[str, tuple[Layout, dict[str, Any]]]:
     return {name: (CASES | OF_EXPERTS)[name] for name in FEWER.get(architecture, CASES)}
 
 
+def trains_tower(architecture: str, case: str) -> bool:
+    """Whether the tower learns too: layers that it gives features to are on a pipeline's first stage there."""
+    return cases_of(architecture)[case][0].pp == 1 or architecture not in DEEPSTACK
+
+
 def measured(rank: Rank, folder: Path, case: str) -> dict[str, Any]:
     """Log-probs of each shard, and the whole gradients at rank 0."""
     layout, options = cases_of(folder.name)[case]
+    options = {**options, "tower": trains_tower(folder.name, case)}
     vision = load_model_config(folder).vision
     assert vision is not None
     rank.build("actor", seeing_spec(folder, layout, **options))

@@ -175,6 +175,14 @@ def test_the_balance_of_experts_enters_the_gradient_as_a_mean_over_tokens(rank, 
     assert norms[1.0, 4] == pytest.approx(norms[1.0, 1], rel=0.5)
 
 
+def test_models_of_other_depths_balance_their_experts_in_one_process(rank, spec, experts, tmp_path):
+    """Megatron's table of auxiliary losses is the process's, and has a place for each layer of the first model there."""
+    deeper = write_tiny_model(tmp_path / "deeper", "qwen3_moe", vocab_size=VOCAB, num_hidden_layers=4)
+    for folder in (experts, deeper):
+        rank.build("actor", dataclasses.replace(spec, folder=folder, aux_loss_coef=1.0))
+        assert one_update(rank)["actor/grad_norm"] > 0
+
+
 def test_frozen_routers_stay_as_they_are_and_the_rest_learns(rank, spec, experts):
     optimizer = spec.optimizer.model_copy(update={"freeze_router": True, "weight_decay": 0.1})
     rank.build("actor", dataclasses.replace(spec, folder=experts, optimizer=optimizer))

@@ -96,7 +96,7 @@ def harnessed(
             assert gate.running == gate.queued == 0
             return list(samples)
 
-    return asyncio.run(asyncio.wait_for(go(), 60))
+    return asyncio.run(asyncio.wait_for(go(), 300))
 
 
 async def guess(client: AsyncOpenAI, row: EpisodeRow) -> Done:

@@ -48,7 +48,7 @@ def served(fake: FakeSglang, call: Call, tokenizer: Any = TOKENIZER) -> None:
             finally:
                 await endpoint.close()
 
-    asyncio.run(asyncio.wait_for(go(), 60))
+    asyncio.run(asyncio.wait_for(go(), 300))
 
 
 def test_models_are_listed() -> None:
