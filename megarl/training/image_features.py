@@ -30,7 +30,7 @@ from megarl.training.spec import RoleSpec
 
 
 class ImageFeatures:
-    """Of one role on one rank. Without a tower where none of its layers needs features. is_part: the tower is one of the model."""
+    """Of one role on one rank. Without a tower where no layer needs features. is_part: the model has the tower in it."""
 
     def __init__(self, tower: Tower | None, groups: Groups, *, is_part: bool = False) -> None:
         self._tower, self._layout, self._tp, self._is_part = tower, groups.layout, groups.tp, is_part
