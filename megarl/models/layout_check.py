@@ -88,7 +88,7 @@ def layout_problems(config: ModelConfig, layout: Layout) -> list[str]:
     vision = config.vision
     if vision is not None and vision.tower and first < vision.deepstack and layout.pp > 1:
         problems.append(
-            f"the first pipeline stage has {first} layers, and behind the first {vision.deepstack} features of images are added, "
+            f"the first pipeline stage ends behind layer {first}, and features of images come behind {vision.deepstack} layers, "
             "whose gradients a vision tower that learns has to have there (first_stage_layers says how many it has)"
         )
     return problems

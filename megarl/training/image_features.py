@@ -30,17 +30,17 @@ from megarl.training.spec import RoleSpec
 
 
 class ImageFeatures:
-    """Of one role on one rank. Without a tower where none of its layers needs features. learns: the tower does, too."""
+    """Of one role on one rank. Without a tower where no layer needs features. is_part: the model has the tower in it."""
 
-    def __init__(self, tower: Tower | None, groups: Groups, *, learns: bool = False) -> None:
-        self._tower, self._layout, self._tp, self._learns = tower, groups.layout, groups.tp, learns
+    def __init__(self, tower: Tower | None, groups: Groups, *, is_part: bool = False) -> None:
+        self._tower, self._layout, self._tp, self._is_part = tower, groups.layout, groups.tp, is_part
         self._tp_rank = groups.place.tp
         self._asked: dict[Hashable, _Asked] = {}
 
     @property
     def frozen(self) -> list[Module]:
         """A tower in front of the model, whose parameters are on the device as well."""
-        return [] if self._tower is None or self._learns else [self._tower.module]
+        return [] if self._tower is None or self._is_part else [self._tower.module]
 
     def forget(self) -> None:
         """Let go of what is kept of images on the device."""
@@ -64,7 +64,7 @@ class ImageFeatures:
 
         Collective over tensor parallel, whose ranks then have the same gradients to the bit, however kernels round.
         """
-        if self._tower is None or not self._learns:
+        if self._tower is None or not self._is_part:
             return
         if self._asked:
             self._learn_from(self._tower)
@@ -89,7 +89,7 @@ class ImageFeatures:
             return None
         each = [self._tower.features(picture) for picture in pictures]
         found = torch.cat(each, dim=1)[:, squares]
-        if self._learns and torch.is_grad_enabled():
+        if self._is_part and torch.is_grad_enabled():
             asked = [self._asked_of(picture, features) for picture, features in zip(pictures, each, strict=True)]
             found.requires_grad_().register_post_accumulate_grad_hook(partial(_take, asked, squares))
         return found
@@ -133,6 +133,6 @@ def make_image_features(
     wanted = spec.load_weights and any(needs_features(chunk, vision) for chunk in chunks)
     if not wanted:
         return ImageFeatures(None, groups)
-    learns = bool(vision.tower)
-    module = chunks[0].vision_tower if learns else load_tower(spec.folder, dtype, device)
-    return ImageFeatures(Tower(module, spec.folder, dtype, device), groups, learns=learns)
+    is_part = bool(vision.tower)
+    module = chunks[0].vision_tower if is_part else load_tower(spec.folder, dtype, device)
+    return ImageFeatures(Tower(module, spec.folder, dtype, device), groups, is_part=is_part)

@@ -122,12 +122,12 @@ def test_layers_behind_which_features_are_added_are_on_the_first_stage(
     place = with_rows(tmp_path, folders[QWEN3])
     two = ("cluster.devices=2", "actor.parallel.pp=2")
     said = refused(place, *two, LEARNS)
-    assert "actor.parallel" in said and "the first pipeline stage has 2 layers, and behind the first 3 features" in said
+    assert "actor.parallel" in said and "stage ends behind layer 2, and features of images come behind 3" in said
     assert "Nearest layouts that work: " in said and "pp 2" not in said.partition("Nearest")[2]
     assert preflight(loaded(place, *two)).rows == 6, "a frozen one stands where it is asked"
     assert preflight(loaded(place, *two, "actor.parallel.first_stage_layers=3", LEARNS)).rows == 6
     virtual = ("cluster.devices=2", "actor.parallel={pp: 2, vpp: 2}")
-    assert "the first pipeline stage has 1 layers" in refused(place, *virtual, LEARNS)
+    assert "the first pipeline stage ends behind layer 1" in refused(place, *virtual, LEARNS)
     alone = [PPO, "critic.parallel={pp: 2}", "actor.parallel={}", "cluster.devices=2", CRITIC]
     assert "critic.parallel" in refused(place, *alone)
 
