@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megarl.models.config import ModelConfig
+from megarl.models.multimodal import TOWER as HF_TOWER
 from megarl.models.rule_table import EMBEDDING, FINAL_NORM, HEAD, LAYER, SCORE_HEAD, TIED_HEAD, Cut, Row
 
 # torch: our own layer spec. transformer_engine: fuses norms into the linears behind them, and groups experts.
 LayerSpec = Literal["torch", "transformer_engine"]
 OTHER_SHARED = ("hunyuan_v1_moe", "gemma4")  # families whose shared experts have other names
-# How names of a vision tower's tensors begin, which is one module of Megatron's model, and in an HF folder's text part.
-TOWER, HF_TOWER = "vision_tower.", "visual."
+TOWER = "vision_tower."  # how names of a vision tower's tensors begin, which is one module of Megatron's model
 MIXTRAL_NAMES, HUNYUAN_MOE = ("mixtral", "minimax_m2"), "hunyuan_v1_moe"  # families
 
 

@@ -33,6 +33,8 @@ NO_TOKEN = "NaN happened"
 
 SHOWN = 200  # characters of an answer that an error shows
 
+REFUSAL_SHOWN = 500  # of one that is no answer
+
 OF_RUN = "@"  # between a version and the run that sends weights
 
 T = TypeVar("T")
@@ -280,3 +282,13 @@ def _routing(text: str | None, rows: int, where: str) -> RoutingArray | None:
         return np.frombuffer(base64.b64decode(text), dtype=np.int32).reshape(rows, -1).astype(np.int16)
     except (binascii.Error, ValueError, TypeError) as error:
         raise AnswerError(f"{where}: meta_info.routed_experts is no table of {rows} rows: {error}") from error
+
+
+def refusal(body: bytes, leads_to: str | None, key: str | None) -> str:
+    """What an error shows of an answer whose status is no success. leads_to: a redirect's target. key: not to be shown."""
+    text = body.decode("utf-8", "replace")
+    if leads_to:
+        text = f"a redirect to {leads_to}, which is not followed: give the address that it leads to. {text}"
+    if key:
+        text = text.replace(key, "***")  # some servers show in their errors what they were asked
+    return text[:REFUSAL_SHOWN]

@@ -36,7 +36,6 @@ CONNECT_S = 10.0
 CALL_S = 60.0
 LONGEST_BACKOFF_S = 4.0
 ATTEMPTS = 8  # over 20 seconds: a router that died is back by then
-ANSWER_SHOWN = 500
 STRAGGLERS_S = 2.0, 4.0  # what was ended is gone within moments; what is not came later, and is ended as well
 # The router's answer where it sees no living server at the moment.
 UNAVAILABLE = 503
@@ -315,12 +314,12 @@ class ServerClient:
 
         flattened: all in one broadcast, end to end as bytes; else in one each. flush_cache: forget cached prefixes as well.
         A server that is paused with requests held `in_place` dies of that: False keeps their KV, which the old weights made, and
-        every cached prefix with it.
-
-        A server that is not paused waits until no request runs; a paused one loads at once, beside what it holds.
+        every cached prefix with it. One that is not paused waits until no request runs; a paused one loads at once.
         """
         body = {
-            **{"names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes]},
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
             "group_name": group,
             "load_format": "flattened_bucket" if flattened else None,
             # With each bucket, because it is nearly free here, and a third of a second as a call of its own.
@@ -348,9 +347,13 @@ class ServerClient:
         called from then on. A file that it cannot read leaves it with a mixture: they have to be checked before. flush_cache: see
         `update_from_distributed`.
         """
-        body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": flush_cache}
-        label = answers.version_label(version, self.endpoint.run)
-        await self._post("/update_weights_from_disk", body | {"weight_version": label}, deadline_s)
+        body = {
+            "model_path": str(folder),
+            "load_format": "safetensors",
+            "weight_version": answers.version_label(version, self.endpoint.run),
+            "flush_cache": flush_cache,
+        }
+        await self._post("/update_weights_from_disk", body, deadline_s)
 
     async def set_weight_version(self, version: int | str, deadline_s: float = CALL_S) -> None:
         """Have the server write this version, and the endpoint's run, into its answers for tokens that it makes from now on."""
@@ -391,10 +394,6 @@ class ServerClient:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerUnreachableError(f"{self._what(path)}: no answer: {type(error).__name__}: {error}") from error
         if answer.status != 200:
-            text = told.decode("utf-8", "replace")
-            if leads_to := answer.headers.get("Location"):
-                text = f"a redirect to {leads_to}, which is not followed: give the address that it leads to. {text}"
-            if key := self.endpoint.api_key:
-                text = text.replace(key, "***")  # some servers show in their errors what they were asked
-            raise ServerError(f"{self._what(path)} answered {answer.status}: {text[:ANSWER_SHOWN]}", answer.status)
+            text = answers.refusal(told, answer.headers.get("Location"), self.endpoint.api_key)
+            raise ServerError(f"{self._what(path)} answered {answer.status}: {text}", answer.status)
         return told

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from megarl.models.config import ModelConfig
 from megarl.models.layout_check import BY_TRANSFORMERS
-from megarl.models.rules import HF_TOWER, Rule, Source, rules
+from megarl.models.multimodal import TOWER
+from megarl.models.rules import Rule, Source, rules
 from megarl.sync.held_piece import MLP_PADDING, Piece, share, up, vocabulary_size
 from megarl.sync.held_tower import TowerServer, engine_name, is_of_tower
 
@@ -93,8 +94,8 @@ def _tower(config: ModelConfig, tp: int, pads: bool) -> dict[tuple[int, str], tu
     server = TowerServer(tp, config.vision.tower_heads, pads)
     for name, shape in config.vision.tower:
         for rank in range(tp):
-            pieces, _ = found.setdefault((rank, engine_name(HF_TOWER + name)), ([], False))
-            pieces += server.pieces(HF_TOWER + name, shape, rank)
+            pieces, _ = found.setdefault((rank, engine_name(TOWER + name)), ([], False))
+            pieces += server.pieces(TOWER + name, shape, rank)
     return found
 
 

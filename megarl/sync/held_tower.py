@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megarl.models.rules import HF_TOWER
+from megarl.models.multimodal import TOWER
 from megarl.sync.held_piece import MLP_PADDING, Piece, share, up, vocabulary_size
 
 PAIR_PADDING = 8  # of Qwen2.5-VL's MLP, whatever it runs on
@@ -31,7 +31,7 @@ FIRST_MLP = re.compile(r"\.fc[12]\.")
 
 def is_of_tower(name: str) -> bool:
     """Whether an HF tensor is the tower's."""
-    return name.startswith(HF_TOWER)
+    return name.startswith(TOWER)
 
 
 def engine_name(name: str) -> str:

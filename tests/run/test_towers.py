@@ -22,6 +22,7 @@ from megarl.run.resume_check import check_resumed
 from megarl.run.role_specs import role_specs
 from megarl.training.manifest import HF_FOLDER, Manifest, TensorEntry
 from megarl.training.run_checkpoints import Committed
+from tests.run.test_rows_images import SFT
 from tests.support.bad_input import Place, good_place
 from tests.support.sight import picture
 from tests.support.tiny import write_tiny_qwen
@@ -29,13 +30,6 @@ from tests.support.vision import QWEN2_5, QWEN3, write_tiny_vision_model
 
 LEARNS, CRITIC = "actor.optimizer.freeze_vision_tower=false", "critic.optimizer.freeze_vision_tower=false"
 PPO = "algorithm.preset=ppo"
-SFT = """\
-run: {{dir: {root}/runs, name: s}}
-cluster: {{platform: cpu}}
-model: {{path: {root}/model, dtype: float32}}
-data: {{train: {root}/train.jsonl, max_tokens: 64, response_key: answer}}
-train: {{steps: 2, batch_samples: 4}}
-"""
 
 
 @pytest.fixture(scope="module")
