@@ -65,6 +65,12 @@ ROWS = (
     ),
     Row("peers_trl", "TRL 1.16.0 on the same model, prompts and reward; target 2.5", runs.peers_trl),
     Row("peers_trl_avx512", "the same on another machine, which has AVX-512", runs.peers_trl, "python -m bench.peers_trl"),
+    Row(
+        "peers_trl_avx2",
+        "the same on a slower machine, which has no AVX-512: in float32, steps alone",
+        runs.peers_trl,
+        "python -m bench.peers_trl --only steps --dtype float32",
+    ),
     Row("peers_algorithms", "verl 0.9.1's core_algos on the same batch, one thread", runs.peers_algorithms),
     Row("cpu_step", "this machine's own matmul and memory rates, each part's share of its bound", runs.cpu_step),
     Row("start", "every process of the quickstart, from the command to the first request for a sample", runs.start),
