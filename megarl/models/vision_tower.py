@@ -23,10 +23,11 @@ from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.core.types import Picture
 from megarl.data.images import pixels
-from megarl.models.hf_files import AGAIN, TensorInfo, some
+from megarl.models.hf_files import TensorInfo
 from megarl.models.hf_read import HfReader
 from megarl.models.multimodal import tower_names
 from megarl.models.tower_files import tower_index
+from megarl.models.weight_files import AGAIN, some
 
 if TYPE_CHECKING:
     import PIL.Image  # loaded where an image is looked at

@@ -24,7 +24,7 @@ from megarl.models.hf_dtypes import ModelDtype
 from megarl.models.tower_files import tower_index, with_tower
 from megarl.models.vision import Vision, png_size
 from megarl.models.vision_tower import Tower, make_tower
-from megarl.training.manifest import HF_FOLDER, TOWER, read_saved_config
+from megarl.training.manifest import CARRIED, HF_FOLDER, read_saved_config
 from megarl.training.rank import Rank
 from megarl.training.spec import RoleSpec
 from tests.support.tolerances import Tolerance
@@ -93,7 +93,7 @@ def test_a_resumed_tower_learns_the_very_same(
     assert names <= further.keys()
     same = {name for name in names if torch.equal(before[name], further[name])}
     assert same < names if dtype == "bfloat16" else not same, "a small step may round to none"
-    assert not (tmp_path / HF_FOLDER / TOWER).exists()
+    assert not (tmp_path / HF_FOLDER / CARRIED).exists()
     assert read_saved_config(tmp_path / HF_FOLDER) == with_tower(load_model_config(folder), folder)
 
 
