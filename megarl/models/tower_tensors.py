@@ -77,13 +77,10 @@ def _tensors(tower: Fields) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple
     block = _linear("attn.qkv", 3 * width, width) | _linear("attn.proj", width, width)
     for name in ("norm1", "norm2"):
         block |= _norm(name, width, biased=not shape.wide_norms)
-    if shape.wide_norms:
-        into, back = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
-    else:
-        into, back = (("mlp.linear_fc1",), "mlp.linear_fc2") if later else (("mlp.fc1",), "mlp.fc2")
-    for name in into:
-        block |= _linear(name, shape.inner, width)
-    return ends, block | _linear(back, width, shape.inner)
+    last = "down_proj" if shape.wide_norms else "linear_fc2" if later else "fc2"
+    for name in ["gate_proj", "up_proj"] if shape.wide_norms else ["linear_fc1" if later else "fc1"]:
+        block |= _linear(f"mlp.{name}", shape.inner, width)
+    return ends, block | _linear(f"mlp.{last}", width, shape.inner)
 
 
 def _linear(name: str, out: int, into: int) -> dict[str, tuple[int, ...]]:
@@ -91,7 +88,8 @@ def _linear(name: str, out: int, into: int) -> dict[str, tuple[int, ...]]:
 
 
 def _norm(name: str, width: int, *, biased: bool) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (width,)} | ({f"{name}.bias": (width,)} if biased else {})
+    kinds = ["weight", "bias"] if biased else ["weight"]
+    return {f"{name}.{kind}": (width,) for kind in kinds}
 
 
 def _numbers(tensors: Mapping[str, tuple[int, ...]]) -> int:
