@@ -22,6 +22,7 @@ from megarl.models.hf_mxfp4 import GROUP, STORED, blocks_name, blocks_shape, sca
 from megarl.models.hf_stacked import STACKED_FAMILIES, stacked
 from megarl.models.multimodal import TOWER, Multimodal, read_multimodal, text_names, tower_names
 from megarl.models.predicting import predicting
+from megarl.models.tower_tensors import check_tower
 from megarl.models.weight_files import AGAIN, files_of, named_files, some
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -117,18 +118,10 @@ def of_model(index: dict[str, TensorInfo], folder: Path, config: ModelConfig) ->
     if config.vision is None:
         return index
     names = names_of_text(index, folder)
-    tower = [info for name, info in index.items() if TOWER in name]
-    if not tower:
-        raise UserError(f"The weights in {folder} have no vision tower: they are of the text part alone. {AGAIN}")
-    # By their number alone: what transformers would make of the config takes torch, seconds of every start.
-    found = sum(math.prod(info.shape) for info in tower)
-    if found != config.vision.tower_elements:
-        raise UserError(
-            f"The vision tower in {folder} is not that of its config.json: its {len(tower)} tensors have {found:,} numbers, and "
-            f"vision_config is of a tower of {config.vision.tower_elements:,}. {AGAIN}"
-        )
+    tower = {name: info for name, info in index.items() if TOWER in name}
+    check_tower(_config_of(folder).part("vision_config"), {name: info.shape for name, info in tower.items()}, folder)
     if config.vision.tower:
-        names |= {TOWER + part: name for part, name in tower_names(index).items()}
+        names |= {TOWER + part: name for part, name in tower_names(tower).items()}
     return {text: index[name] for text, name in names.items()}
 
 
@@ -139,8 +132,12 @@ def names_of_text(index: Iterable[str], folder: Path) -> dict[str, str]:
 
 def multimodal_of(folder: Path) -> Multimodal:
     """What a multimodal folder's config.json names. Raises UserError."""
+    return read_multimodal(_config_of(folder))
+
+
+def _config_of(folder: Path) -> Fields:
     path = folder / "config.json"
-    return read_multimodal(Fields(read_object(path, AGAIN), path))
+    return Fields(read_object(path, AGAIN), path)
 
 
 def check_index(

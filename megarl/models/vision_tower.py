@@ -23,7 +23,6 @@ from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.core.types import Picture
 from megarl.data.images import pixels
-from megarl.models.hf_files import TensorInfo
 from megarl.models.hf_read import HfReader
 from megarl.models.multimodal import tower_names
 from megarl.models.tower_files import tower_index
@@ -127,37 +126,17 @@ def _recompute_blocks(tower: Module) -> None:
 
 
 def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Module:
-    """The same, frozen, with the weights of the folder. Raises UserError where these are not the config's."""
+    """The same, frozen, with the weights of the folder, which are the config's. Raises UserError where they are no numbers."""
     tower = make_tower(folder, dtype, device)
     _fill(tower, folder)
     return tower.requires_grad_(False)
 
 
 def _fill(tower: Module, folder: Path) -> None:
-    index = check_tower(tower, folder)
+    index = tower_index(folder)
     names = tower_names(index)
     with HfReader(index, check_finite=True) as reader, torch.no_grad():
         for name, parameter in tower.named_parameters():
             reader.read(names[name], slice(0, parameter.shape[0]), None, parameter)
         if not_finite := reader.finish():
             raise UserError(f"Weights in {folder} are NaN or infinite: {some(not_finite)}. {AGAIN}")
-
-
-def check_tower(tower: Module, folder: Path) -> dict[str, TensorInfo]:
-    """The index of a folder's tower. Raises UserError where it is not the one that is made by the folder's config."""
-    index = tower_index(folder)
-    names = tower_names(index)
-    expected = dict(tower.named_parameters())
-    wrong = {
-        "missing": sorted(expected.keys() - names.keys()),
-        "not in the config": sorted(names[name] for name in names.keys() - expected.keys()),
-        "of another shape": [
-            f"{names[name]} is {list(index[names[name]].shape)}, the config says {list(parameter.shape)}"
-            for name, parameter in expected.items()
-            if name in names and index[names[name]].shape != tuple(parameter.shape)
-        ],
-    }
-    if any(wrong.values()):
-        said = "; ".join(f"{kind}: {some(what)}" for kind, what in wrong.items() if what)
-        raise UserError(f"The vision tower's weights in {folder} do not match its config.json. {said}. {AGAIN}")
-    return index

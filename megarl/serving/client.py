@@ -39,13 +39,11 @@ ATTEMPTS = 8  # over 20 seconds: a router that died is back by then
 STRAGGLERS_S = 2.0, 4.0  # what was ended is gone within moments; what is not came later, and is ended as well
 # The router's answer where it sees no living server at the moment.
 UNAVAILABLE = 503
-
 # An answer of 8,192 tokens has about 350 kB: one that fits is not read in many starts and stops.
 READ_BYTES = 2**20
 JSON = {"Content-Type": "application/json"}
-OF_MODEL = {
-    "selector": "target"
-}  # of a weight update: SGLang would give a draft, which guesses ahead, the same tensors
+# Of a weight update: SGLang would load the same tensors into a draft, which guesses ahead.
+OF_MODEL = {"selector": "target"}
 
 Tokens = Sequence[int] | TokenArray
 # What a pause does to requests that run; see `ServerClient.pause`.

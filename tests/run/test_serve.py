@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,8 +28,11 @@ from megarl.core.janitor import kill_all, segments_of
 from megarl.core.scratch import REGISTRY
 from megarl.run.serve import servable
 from megarl.serving.process import process_tree
+from tests.agents.drawing import data_url
 from tests.support.processes import ended, heed_interrupts
+from tests.support.sight import picture
 from tests.support.tiny import write_tiny_qwen
+from tools.make_tiny_vision_model import make_tiny_vision_model
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
@@ -42,13 +47,12 @@ class Served:
     temp: Path
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    model = write_tiny_qwen(tmp_path / "run" / "hf")
-    (model / "chat_template.jinja").write_text(TEMPLATE)
+@contextmanager
+def serving(folder: Path) -> Iterator[Served]:
+    """`megarl serve` of a run or a model in float32, once it answers."""
     temp = Path(tempfile.mkdtemp(prefix="t"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "megarl", "serve", str(tmp_path / "run"), "--port", "0", "--dtype", "float32"],
+        [sys.executable, "-m", "megarl", "serve", str(folder), "--port", "0", "--dtype", "float32"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temp)},
@@ -72,6 +76,64 @@ def served(tmp_path: Path) -> Iterator[Served]:
             kill_all(process_tree(process.pid))
             process.wait(10)
         shutil.rmtree(temp, ignore_errors=True)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    model = write_tiny_qwen(tmp_path / "run" / "hf")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    with serving(tmp_path / "run") as found:
+        yield found
+
+
+@pytest.mark.slow
+@pytest.mark.needs("SGLang")
+def test_a_model_that_sees_is_shown_the_images_of_a_request(tmp_path: Path) -> None:
+    """What it answers is what transformers' model would, of this image and of another."""
+    make_tiny_vision_model(tmp_path / "model", kind="qwen3_vl", hidden_size=64)
+    images, found = [picture(64, 96), picture(64, 96, 1)], []
+    with serving(tmp_path / "model") as served:
+        for image in images:
+            part = {"type": "image_url", "image_url": {"url": data_url(image)}}
+            answer = served.client.chat.completions.create(
+                model="model",
+                messages=[{"role": "user", "content": [part, {"type": "text", "text": "1+1"}]}],  # type: ignore[list-item]
+                max_tokens=1,
+                n=16,
+                logprobs=True,
+            )
+            whole = [choice.logprobs.content for choice in answer.choices if choice.logprobs is not None]
+            found.append([(token.token, token.logprob) for [token] in filter(None, whole)])
+    first, second = (next_logprobs(tmp_path / "model", image, "1+1") for image in images)
+    for told, ours, other in ((found[0], first, second), (found[1], second, first)):
+        said = [(token, logprob) for token, logprob in told if token in ours]
+        assert len(told) == 16 and said
+        assert max(abs(ours[token] - logprob) for token, logprob in said) < 1e-4
+        assert max(abs(other[token] - logprob) for token, logprob in said) > 1e-3
+
+
+def next_logprobs(model: Path, image: bytes, text: str) -> dict[str, float]:
+    """Of each token behind an image and a text, as transformers' model has them; of tokens that are no whole character, none."""
+    import torch
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    net = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    patches = Qwen2VLImageProcessorPil.from_pretrained(model)(
+        images=[Image.open(io.BytesIO(image))], return_tensors="pt"
+    )
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+    ids = tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    pad, squares = net.config.image_token_id, int(patches["image_grid_thw"].prod()) // 4
+    place = ids.index(pad)
+    tokens = torch.tensor([[*ids[:place], *[pad] * squares, *ids[place + 1 :]]])
+    with torch.no_grad():
+        scores = net(input_ids=tokens, **patches, mm_token_type_ids=(tokens == pad).int()).logits[0, -1]
+    logprobs = scores.log_softmax(-1).tolist()
+    texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    return {text: logprobs[token] for token, text in enumerate(texts) if texts.count(text) == 1}
 
 
 @pytest.mark.slow
