@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -28,7 +29,7 @@ def import_attribute(path: str, key: str, folder: Path | None = None) -> Any:
     for part in attribute.split("."):
         if not hasattr(found, part):
             hint = did_you_mean(part, [name for name in dir(found) if not name.startswith("_")], quoted=True)
-            raise UserError(f"{where}: {module.__file__} has no {attribute!r}.{hint}")
+            raise UserError(f"{where}: {_lacks(module, attribute)}.{hint}")
         found = getattr(found, part)
     return found
 
@@ -61,9 +62,32 @@ def _import(where: str, module_name: str) -> ModuleType:
                 "installed packages. Correct the path, or start megarl from the folder that holds the module."
             ) from error
         raise UserError(
-            f"{where}: the module {module_name!r} does not import: {type(error).__name__}: {error}. "
-            "Mend the module, or install what it needs."
+            f"{where}: the module {module_name!r} does not import: {type(error).__name__}: {error}"
+            f"{_raised_at(error)}. Mend the module, or install what it needs."
         ) from error
+
+
+def _lacks(module: ModuleType, attribute: str) -> str:
+    """What a module, or a folder that was named in the place of one, does not have, as a sentence without its end."""
+    if file := getattr(module, "__file__", None):
+        return f"{file} has no {attribute!r}"
+    folders = [Path(each) for each in getattr(module, "__path__", ())]
+    if not folders:
+        return f"the module {module.__name__!r}, which is Python's own, has no {attribute!r}"
+    files = sorted(path.stem for folder in folders for path in folder.glob("*.py"))
+    files = [name for name in files if not name.startswith("_")]
+    named = f", such as '{module.__name__}.{files[0]}:{attribute}'" if files else ", and there is none in it"
+    return f"{module.__name__!r} is a folder, {folders[0]}. Name a file in it{named}"
+
+
+def _raised_at(error: BaseException) -> str:
+    """The line of the user's code that an error came from, or of who raised it where none of it is the user's."""
+    if isinstance(error, SyntaxError):
+        return ""  # its text has the line
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<frozen")]
+    behind = frames[1:]  # the first is our own call
+    own = [each for each in behind if Path(each.filename).is_relative_to(Path.cwd())] or behind
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def _as_imported(path: str) -> str:
