@@ -14,6 +14,8 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.core.words import did_you_mean
 
+OURS = Path(__file__).parent.parent
+
 
 def import_attribute(path: str, key: str, folder: Path | None = None) -> Any:
     """What `pkg.module:name` names. key: the recipe's key that says so, such as `reward.fn`; named in errors.
@@ -63,7 +65,7 @@ def _import(where: str, module_name: str) -> ModuleType:
             ) from error
         raise UserError(
             f"{where}: the module {module_name!r} does not import: {type(error).__name__}: {error}"
-            f"{_raised_at(error)}. Mend the module, or install what it needs."
+            f"{raised_at(error)}. Mend the module, or install what it needs."
         ) from error
 
 
@@ -80,14 +82,18 @@ def _lacks(module: ModuleType, attribute: str) -> str:
     return f"{module.__name__!r} is a folder, {folders[0]}. Name a file in it{named}"
 
 
-def _raised_at(error: BaseException) -> str:
-    """The line of the user's code that an error came from, or of who raised it where none of it is the user's."""
+def raised_at(error: BaseException) -> str:
+    """` (FILE, line N)`: where in the user's code an error came from; in an installed package's where none of it is the user's."""
     if isinstance(error, SyntaxError):
         return ""  # its text has the line
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<frozen")]
-    behind = frames[1:]  # the first is our own call
-    own = [each for each in behind if Path(each.filename).is_relative_to(Path.cwd())] or behind
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    passed = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    passed = [each for each in passed if each[0].is_absolute() and not each[0].is_relative_to(OURS)]
+    here = Path.cwd()
+    own = [each for each in passed if each[0].is_relative_to(here) and "site-packages" not in each[0].parts]
+    if not passed:
+        return ""
+    file, line = (own or passed)[-1]
+    return f" ({file.relative_to(here) if own else file}, line {line})"
 
 
 def _as_imported(path: str) -> str:
