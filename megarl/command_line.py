@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -80,6 +81,15 @@ app.add_typer(convert.app, name="convert")
 app.add_typer(submit.app)  # submit, status, logs, cancel
 
 
+def _refuse_keys_as_options(words: Sequence[str]) -> None:
+    """Raise UserError where a key of the recipe is given as an option, as other systems take it: --train.steps 3."""
+    for word, behind in zip(words, (*words[1:], ""), strict=True):
+        key, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and "." in key:
+            given = value if equals else behind or "VALUE"
+            raise UserError(f"--{key} is no option. Keys of the recipe are set without dashes: {key}={given}.")
+
+
 def main() -> None:
     """A command. What an exit code means stands in docs/exit_codes.md; no stack trace for an expected error."""
     forget_no_width()
@@ -88,6 +98,7 @@ def main() -> None:
         # Texts of models and names of files have letters that the encoding of the output may lack: no reason to end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        _refuse_keys_as_options(sys.argv[1:])
         app(standalone_mode=True)
     except MegarlError as error:
         with suppress(OSError):  # nobody reads any more: the exit code says it

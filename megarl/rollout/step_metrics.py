@@ -123,7 +123,8 @@ def refuse_grades(where: str, failures: int, answered: int, first: str, most: fl
     if failures > most * answered:
         raise UnusableError(
             f"{where}: {failures} of {answered} grades failed, and reward.max_failed_share is {most:g}. "
-            f"The first: {first}. Mend the grader, or raise the bound: samples without a grade are left out."
+            f"The first: {first}. Mend the grader, or raise the bound: samples without a grade are left out. Where that edits a "
+            "function of yours, go on with --discard-journal as well: what the function that was had graded is forgotten."
         )
 
 
