@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megarl.command_line import main
 from tests.support.bad_input import ALL, PAIRS, Bad, Place, good_place, pairs_place
+from tests.support.command import megarl
 from tests.support.tiny import write_tiny_qwen
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_qwen(tmp_path_factory.mktemp("model"))
-
-
-def megarl(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The command as a shell starts it, in this process: imports are most of what a refusal takes."""
-    out, err = io.StringIO(), io.StringIO()
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
-            patch.setattr(sys, "argv", ["megarl", *words])
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 def test_a_process_of_its_own_says_the_same(tmp_path: Path, model_folder: Path) -> None:
