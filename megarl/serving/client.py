@@ -43,9 +43,7 @@ UNAVAILABLE = 503
 # An answer of 8,192 tokens has about 350 kB: one that fits is not read in many starts and stops.
 READ_BYTES = 2**20
 JSON = {"Content-Type": "application/json"}
-OF_MODEL = {
-    "selector": "target"
-}  # of a weight update: SGLang would give a draft, which guesses ahead, the same tensors
+OF_MODEL = {"selector": "target"}  # of a weight update: a draft, which guesses ahead, has weights of its own
 
 Tokens = Sequence[int] | TokenArray
 # What a pause does to requests that run; see `ServerClient.pause`.
