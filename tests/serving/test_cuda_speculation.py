@@ -36,7 +36,7 @@ def asked() -> dict[str, ServerSpec]:
     for name in ("qwen3_4b_gsm8k_8", "qwen3_30b_a3b_grpo_32"):
         own = own_spec(name)
         found[f"{name} n-grams"] = replace(own, extra=(*own.extra, *NGRAM))
-    found["n-grams in pages"] = replace(spec_of(GLM), extra=NGRAM)
+    found["n-grams in pages"] = replace(spec_of(GLM), extra=(*NGRAM, "--page-size", "64"))
     found["n-grams in a chain"] = replace(spec_of(GLM), extra=(*NGRAM, *CHAIN))
     return found
 
@@ -73,5 +73,4 @@ def test_ngrams_guess(what: str, answers: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_ngrams_in_a_tree_want_a_cache_of_single_tokens(answers: dict[str, Any]) -> None:
-    """Where a model's attention has pages of several, as GLM-4.7-Flash's."""
     assert "is unstable" in answers["n-grams in pages"]["problem"]
