@@ -15,6 +15,10 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def weight_bytes(config: ModelConfig, hf: Path, dtypes: Dtypes) -> int:
     """Of all tensors of the HF model, with what is carried along. hf: the folder with its config."""
+    return model_bytes(config, dtypes) + carried_bytes(carried(hf, config).values())
+
+
+def model_bytes(config: ModelConfig, dtypes: Dtypes) -> int:
+    """Of those that are a part of the model."""
     written = tensor_dtypes(config, dtypes.model, dtypes.others)
-    model = sum(math.prod(shape) * ITEM_BYTES[written[name]] for name, shape in expected_tensors(config).items())
-    return model + carried_bytes(carried(hf, config).values())
+    return sum(math.prod(shape) * ITEM_BYTES[written[name]] for name, shape in expected_tensors(config).items())

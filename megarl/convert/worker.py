@@ -148,9 +148,9 @@ class Worker:
         return vision is not None and bool(vision.tower)
 
     def _expected_bytes(self) -> int:
-        from megarl.convert.sizes import weight_bytes
+        from megarl.convert.sizes import model_bytes
 
-        return weight_bytes(self._rank.engine(ROLE).config, self._job.hf, self._job.dtypes)
+        return model_bytes(self._rank.engine(ROLE).config, self._job.dtypes)
 
     def _reshard_differences(self) -> tuple[list[Difference], int]:
         """Between two checkpoints, tensor by tensor, the optimizer's and what is beside them included. Rank 0 reads."""
