@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -34,11 +33,6 @@ from tests.support.sight import picture
 from tests.support.tiny import write_tiny_qwen
 from tools.make_tiny_vision_model import make_tiny_vision_model
 
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
 
 @dataclass
 class Served:
@@ -47,12 +41,13 @@ class Served:
     temp: Path
 
 
-@contextmanager
-def serving(folder: Path) -> Iterator[Served]:
-    """`megarl serve` of a run or a model in float32, once it answers."""
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    """A model that sees."""
+    make_tiny_vision_model(tmp_path / "run" / "hf", kind="qwen3_vl", hidden_size=64, context=2048)
     temp = Path(tempfile.mkdtemp(prefix="t"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "megarl", "serve", str(folder), "--port", "0", "--dtype", "float32"],
+        [sys.executable, "-m", "megarl", "serve", str(tmp_path / "run"), "--port", "0", "--dtype", "float32"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temp)},
@@ -78,33 +73,16 @@ def serving(folder: Path) -> Iterator[Served]:
         shutil.rmtree(temp, ignore_errors=True)
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    model = write_tiny_qwen(tmp_path / "run" / "hf")
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    with serving(tmp_path / "run") as found:
-        yield found
-
-
-@pytest.mark.slow
-@pytest.mark.needs("SGLang")
-def test_a_model_that_sees_is_shown_the_images_of_a_request(tmp_path: Path) -> None:
-    """What it answers is what transformers' model would, of this image and of another."""
-    make_tiny_vision_model(tmp_path / "model", kind="qwen3_vl", hidden_size=64)
+def answers_are_of_the_images_that_were_sent(client: openai.OpenAI, model: Path) -> None:
+    """As transformers' model would answer of this image, and of another."""
     images, found = [picture(64, 96), picture(64, 96, 1)], []
-    with serving(tmp_path / "model") as served:
-        for image in images:
-            part = {"type": "image_url", "image_url": {"url": data_url(image)}}
-            answer = served.client.chat.completions.create(
-                model="model",
-                messages=[{"role": "user", "content": [part, {"type": "text", "text": "1+1"}]}],  # type: ignore[list-item]
-                max_tokens=1,
-                n=16,
-                logprobs=True,
-            )
-            whole = [choice.logprobs.content for choice in answer.choices if choice.logprobs is not None]
-            found.append([(token.token, token.logprob) for [token] in filter(None, whole)])
-    first, second = (next_logprobs(tmp_path / "model", image, "1+1") for image in images)
+    for image in images:
+        part = {"type": "image_url", "image_url": {"url": data_url(image)}}
+        asked: Any = [{"role": "user", "content": [part, {"type": "text", "text": "1+1"}]}]
+        answer = client.chat.completions.create(model="run", messages=asked, max_tokens=1, n=16, logprobs=True)
+        whole = [choice.logprobs.content for choice in answer.choices if choice.logprobs is not None]
+        found.append([(token.token, token.logprob) for [token] in filter(None, whole)])
+    first, second = (next_logprobs(model, image, "1+1") for image in images)
     for told, ours, other in ((found[0], first, second), (found[1], second, first)):
         said = [(token, logprob) for token, logprob in told if token in ours]
         assert len(told) == 16 and said
@@ -138,8 +116,9 @@ def next_logprobs(model: Path, image: bytes, text: str) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.needs("SGLang")
-def test_a_run_is_served_until_ctrl_c_and_nothing_stays(served: Served) -> None:
+def test_a_run_is_served_until_ctrl_c_and_nothing_stays(served: Served, tmp_path: Path) -> None:
     client = served.client
+    answers_are_of_the_images_that_were_sent(client, tmp_path / "run" / "hf")
     assert [model.id for model in client.models.list()] == ["run"]
     messages: list[Any] = [{"role": "user", "content": "1+1=" * 20}]
     usages = []

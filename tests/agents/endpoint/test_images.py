@@ -202,7 +202,7 @@ def test_who_asks_beside_any_episode_shows_images_too() -> None:
     async def call(client: AsyncOpenAI, endpoint: Endpoint) -> None:
         first: list[Any] = [{"role": "user", "content": [text("Look: "), image(ONE)]}]
         answer = await client.chat.completions.create(model=MODEL, messages=first, n=2)
-        more = [answer.choices[0].message, {"role": "user", "content": [image(TWO), text("And now?")]}]
+        more: list[Any] = [answer.choices[0].message, {"role": "user", "content": [image(TWO), text("And now?")]}]
         again = await client.chat.completions.create(model=MODEL, messages=[*first, *more])
         assert answer.usage is not None and again.usage is not None
         found = [answer.usage.prompt_tokens, again.usage.prompt_tokens]
@@ -229,8 +229,9 @@ def test_what_is_no_image_beside_any_episode_is_refused_before_a_server_is_asked
 
     async def call(client: AsyncOpenAI, endpoint: Endpoint) -> None:
         for found, content in says.items():
+            asked: Any = [{"role": "user", "content": content}]
             with pytest.raises(openai.BadRequestError) as caught:
-                await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": content}])
+                await client.chat.completions.create(model=MODEL, messages=asked)
             assert found in str(caught.value)
         with pytest.raises(openai.BadRequestError, match="and completions carry none"):
             await client.completions.create(model=MODEL, prompt="a<|image_pad|>")
@@ -239,7 +240,8 @@ def test_what_is_no_image_beside_any_episode_is_refused_before_a_server_is_asked
     assert fake.seen == []
 
     async def blind(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        asked: Any = [{"role": "user", "content": [image(ONE)]}]
         with pytest.raises(openai.BadRequestError, match="an image in the messages, and the model sees no images"):
-            await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [image(ONE)]}])
+            await client.chat.completions.create(model=MODEL, messages=asked)
 
     served(SeeingPolicy(), blind, TOKENIZER)
