@@ -83,7 +83,7 @@ def _lacks(module: ModuleType, attribute: str) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """` (FILE, line N)`: where in the user's code an error came from; in an installed package's where none of it is the user's."""
+    """` (FILE, line N)`: where an error came from in the user's code; in a package's where none of it is the user's."""
     if isinstance(error, SyntaxError):
         return ""  # its text has the line
     passed = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
