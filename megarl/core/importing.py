@@ -78,12 +78,13 @@ def _lacks(module: ModuleType, attribute: str) -> str:
         return f"the module {module.__name__!r}, which is Python's own, has no {attribute!r}"
     files = sorted(path.stem for folder in folders for path in folder.glob("*.py"))
     files = [name for name in files if not name.startswith("_")]
-    named = f", such as '{module.__name__}.{files[0]}:{attribute}'" if files else ", and there is none in it"
-    return f"{module.__name__!r} is a folder, {folders[0]}. Name a file in it{named}"
+    if not files:
+        return f"{module.__name__!r} is a folder without a Python file, {folders[0]}. Name the module that has {attribute!r}"
+    return f"{module.__name__!r} is a folder, {folders[0]}. Name a file in it, such as '{module.__name__}.{files[0]}:{attribute}'"
 
 
 def raised_at(error: BaseException) -> str:
-    """` (FILE, line N)`: where in the user's code an error came from; in an installed package's where none of it is the user's."""
+    """` (FILE, line N)`: where an error came from in the user's code; in a package's where none of it is the user's."""
     if isinstance(error, SyntaxError):
         return ""  # its text has the line
     passed = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]

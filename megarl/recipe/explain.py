@@ -32,7 +32,14 @@ _TYPES = {
 }
 _NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)(\.\d*)?([eE][-+]?\d+)?")
 # What values are called elsewhere, where no spelling is near ours, or another is nearer.
-_SYNONYMS = {"gpu": "cuda", "GPU": "cuda", "fp32": "float32", "bf16": "bfloat16", "half": "bfloat16", "fp16": "bfloat16"}
+_SYNONYMS = {
+    "gpu": "cuda",
+    "GPU": "cuda",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "half": "bfloat16",
+    "fp16": "bfloat16",
+}
 _GIVEN = {
     str: "text",
     bool: "true or false",

@@ -212,7 +212,9 @@ def _kind_of_folder(folder: Path) -> str:
     if (folder / "config.json").is_file():
         return f"a model's folder. Name a recipe in its place, and the model behind it: model.path={folder}"
     trained = folder / "hf"
-    behind = f"; behind it model.path={trained} is what the run has trained" if (trained / "config.json").is_file() else ""
+    behind = (
+        f"; behind it model.path={trained} is what the run has trained" if (trained / "config.json").is_file() else ""
+    )
     return f"a folder. Name a file in it, such as {folder / 'recipe.yaml'}{behind}"
 
 

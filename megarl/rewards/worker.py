@@ -45,9 +45,9 @@ def frame(value: object) -> bytes:
 
 
 def grade(function: RewardFn, wait: Callable[[Any], Any], item: Item, optional: Collection[str] = ()) -> Grade:
-    """The function's grade, or why there is none: `error: ... (FILE, line N)` or `not a number: ...`. wait: gives what a coroutine gives.
+    """The function's grade, or why there is none: `error: ... (FILE, line N)` or `not a number: ...`.
 
-    optional: which of OPTIONAL it asks for.
+    wait: gives what a coroutine gives. optional: which of OPTIONAL it asks for.
     """
     said = item.said
     try:

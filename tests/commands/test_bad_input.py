@@ -93,9 +93,15 @@ def test_the_wrong_command_for_a_recipe(tmp_path: Path, model_folder: Path) -> N
         (("profile", "--out", "none/x.yaml"), "--out none/x.yaml cannot be written"),
         (("submit", "{r}", "--slurm", "--dry-run", "--sbatch", "qos"), "--sbatch qos is no option of sbatch"),
         (("train", "{r}", "model.path=OWNER/NAME@v2"), "`hf download OWNER/NAME --revision v2`"),
-        (("train", "{r}", "--train.steps", "3"), "--train.steps is no option. Keys of the recipe are set without dashes"),
+        (
+            ("train", "{r}", "--train.steps", "3"),
+            "--train.steps is no option. Keys of the recipe are set without dashes",
+        ),
         (("train", "{r}", "--actor.optimizer.lr=1e-5"), "without dashes: actor.optimizer.lr=1e-5."),
-        (("eval", "model"), "is a model's folder. Name a recipe in its place, and the model behind it: model.path=model."),
+        (
+            ("eval", "model"),
+            "is a model's folder. Name a recipe in its place, and the model behind it: model.path=model.",
+        ),
         (("eval", "model/.."), "is a folder. Name a file in it, such as model/../recipe.yaml."),
         (("eval", "done"), "such as done/recipe.yaml; behind it model.path=done/hf is what the run has trained."),
         (("recipe", "copy", "quickstart", "."), "quickstart.yaml and quickstart_base.yaml are there already"),

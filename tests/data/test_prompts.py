@@ -140,7 +140,9 @@ def test_messages_that_a_table_has_made_text_are_refused(
     messages = dump([{"role": "user", "content": "1+1?\n[2]"}])
     path = write(tmp_path, {"prompt": "1+1?", "answer": "2"}, {"prompt": messages, "answer": "2"})
     for tokenizer in (chat_tokenizer, plain_tokenizer):
-        with pytest.raises(UserError, match=r"line 2: the prompt is text that holds a list of chat messages, .*list itself"):
+        with pytest.raises(
+            UserError, match=r"line 2: the prompt is text that holds a list of chat messages, .*list itself"
+        ):
             load_prompts(path, tokenizer, data(path))
     says = ['[{"name": "x"}] has which role?', '["role"]', f"What is in {messages}?"]
     path = write(tmp_path, *({"prompt": each, "answer": "2"} for each in says))

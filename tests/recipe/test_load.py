@@ -156,7 +156,10 @@ def test_integers_are_good_floats_but_not_the_other_way(recipe_file: Path) -> No
         ("rollout.stop=END", ['got "END" (text)', "a list of text"]),
         ("rollout.stop=[1]", ["`rollout.stop.0`", "a list of text", "Quotes make it text: '1'."]),
         ("run.name=true", ["`run.name`", "Quotes make it text: 'true'."]),
-        ("actor.optimizer.lr='1e-5'", ["`actor.optimizer.lr`", '"1e-5" (text)', "Without quotes it is a number: 1e-5."]),
+        (
+            "actor.optimizer.lr='1e-5'",
+            ["`actor.optimizer.lr`", '"1e-5" (text)', "Without quotes it is a number: 1e-5."],
+        ),
         ("actor.mini_batch_samples='16'", ["`actor.mini_batch_samples`", "Without quotes it is a number: 16."]),
         ("train.steps=1e3", ["`train.steps`", "got 1000.0 (a number)", "Write 1000."]),
         ("cluster.platform=gpu", ["`cluster.platform`", "Did you mean cuda?"]),
