@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from megarl.core.errors import UserError
+from megarl.models import vision_tower
 from megarl.models.hf_config import load_model_config, parse_model_config
 from megarl.models.hf_files import check_weights
 from megarl.models.rules import expected_tensors
@@ -115,3 +118,11 @@ def test_what_predicts_further_tokens_is_neither_the_towers_nor_the_text_parts(t
     assert check_weights(expected_tensors(config), folder, config).keys() >= expected_tensors(config).keys()
     assert {name for name in tower_index(folder) if "mtp" in name} == set()
     Tower(load_tower(folder, torch.float32, device), folder, torch.float32, device)
+
+
+def test_transformers_is_loaded_without_what_no_tower_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """scipy, of which its losses for detection take a part: seconds of every rank's start."""
+    monkeypatch.delitem(sys.modules, "scipy", raising=False)
+    monkeypatch.setattr(importlib, "import_module", lambda name: (name, sys.modules.get("scipy", "looked for")))
+    assert vision_tower._loaded("transformers") == ("transformers", None)
+    assert "scipy" not in sys.modules, "who asks afterwards gets it"
