@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
-from megarl.core.loading import as_if_missing, distributions_as_asked, without_collection
-from megarl.core.transformers_models import models_as_remembered
+from megarl.core.loading import without_collection
+from megarl.core.stand_in import standing_in
 from megarl.core.types import Picture
 from megarl.data.images import pixels
 from megarl.models.hf_files import AGAIN, TensorInfo, some
@@ -98,8 +98,8 @@ def _opened(picture: Picture) -> PIL.Image.Image:
 
 
 def _loaded(module: str) -> Any:
-    """A module of transformers, without what it loads for losses that no tower has, and reads of all that is installed."""
-    with without_collection(), distributions_as_asked(), models_as_remembered(), as_if_missing("scipy"):
+    """A module of transformers, without scipy: its losses for detection name a function of it, a second of each rank's start."""
+    with without_collection(), standing_in(("scipy",)):
         return importlib.import_module(module)
 
 
