@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
+from megarl.core.loading import without_collection
+from megarl.core.stand_in import standing_in
 from megarl.core.types import Picture
 from megarl.data.images import pixels
 from megarl.models.hf_read import HfReader
@@ -52,7 +54,7 @@ class Tower:
     ) -> None:
         """module: as `make_tower` or `load_tower` gives it. folder: which says how images are cut."""
         self.module = module
-        self._process = importlib.import_module(PROCESSOR).Qwen2VLImageProcessorPil.from_pretrained(folder)
+        self._process = _loaded(PROCESSOR).Qwen2VLImageProcessorPil.from_pretrained(folder)
         self._dtype, self._device, self._kept_bytes = dtype, device, kept_bytes
         self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
 
@@ -95,19 +97,22 @@ def _opened(picture: Picture) -> PIL.Image.Image:
     return PIL.Image.open(io.BytesIO(picture)) if isinstance(picture, bytes) else pixels(picture, picture.where)
 
 
+def _loaded(module: str) -> Any:
+    """A module of transformers, without scipy: its losses for detection name a function of it, a second of each rank's start."""
+    with without_collection(), standing_in(("scipy",)):
+        return importlib.import_module(module)
+
+
 def make_tower(folder: Path, dtype: torch.dtype, device: str, *, recomputed: bool = False) -> Module:
     """By a multimodal folder's config, on the device; what is in its weights is not set.
 
     recomputed: of each block its input alone is kept for backward, while the module is in training.
     """
-    from transformers import CONFIG_MAPPING
-    from transformers.initialization import no_init_weights
-
     raw = read_object(folder / "config.json", AGAIN)
     module, name = TOWERS[raw["model_type"]]
-    config = CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw)).vision_config
-    make: Any = getattr(importlib.import_module(f"transformers.models.{module}"), name)
-    with no_init_weights(), torch.device(device):
+    make: Any = getattr(_loaded(f"transformers.models.{module}"), name)
+    config = _loaded("transformers").CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw)).vision_config
+    with _loaded("transformers.initialization").no_init_weights(), torch.device(device):
         tower: Module = make._from_config(config, dtype=dtype, attn_implementation="sdpa")
     if recomputed:
         _recompute_blocks(tower)

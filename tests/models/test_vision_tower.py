@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from megarl.core.errors import UserError
+from megarl.core.stand_in import StandInModule
+from megarl.models import vision_tower
 from megarl.models.hf_config import load_model_config, parse_model_config
 from megarl.models.hf_fields import Fields
 from megarl.models.hf_files import check_weights
@@ -109,3 +112,13 @@ def test_what_predicts_further_tokens_is_neither_the_towers_nor_the_text_parts(t
     assert check_weights(expected_tensors(config), folder, config).keys() >= expected_tensors(config).keys()
     assert {name for name in tower_index(folder) if "mtp" in name} == set()
     Tower(load_tower(folder, torch.float32, device), folder, torch.float32, device)
+
+
+def test_transformers_is_loaded_without_what_no_tower_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """scipy, of which its losses for detection name a function: a second of every rank's start."""
+    for name in [each for each in sys.modules if each.partition(".")[0] == "scipy"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "names_scipy.py").write_text("from scipy.optimize import linear_sum_assignment")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert isinstance(vision_tower._loaded("names_scipy").linear_sum_assignment, StandInModule)
+    assert "scipy" not in sys.modules, "who asks afterwards gets it"

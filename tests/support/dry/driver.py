@@ -224,8 +224,8 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
 class _Unsynced(sqlite3.Connection):
     """One that waits for no disk, also where it is told to: a process that dies loses nothing."""
 
-    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
-        return super().execute("pragma synchronous = off" if sql.startswith("pragma synchronous") else sql, *values)
+    def execute(self, sql: str, parameters: Any = ()) -> sqlite3.Cursor:
+        return super().execute("pragma synchronous = off" if sql.startswith("pragma synchronous") else sql, parameters)
 
 
 def _unsynced(connect: Callable[..., sqlite3.Connection], *where: Any, **named: Any) -> sqlite3.Connection:
