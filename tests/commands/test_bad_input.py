@@ -84,6 +84,12 @@ def test_rm_refuses_with_one_paragraph(tmp_path: Path, model_folder: Path, bad: 
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_no_words_at_all_are_answered_with_the_commands(tmp_path: Path) -> None:
+    run = megarl(folder=tmp_path)
+    assert run.returncode == 2
+    assert "Usage: megarl" in run.stdout + run.stderr
+
+
 def test_eval_without_held_out_rows(tmp_path: Path, model_folder: Path) -> None:
     place: Place = good_place(tmp_path, model_folder)
     run = megarl("eval", str(place.recipe), folder=tmp_path)
