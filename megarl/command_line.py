@@ -83,7 +83,7 @@ app.add_typer(submit.app)  # submit, status, logs, cancel
 
 def _refuse_keys_as_options(words: Sequence[str]) -> None:
     """Raise UserError where a key of the recipe is given as an option, as other systems take it: --train.steps 3."""
-    for word, behind in zip(words, (*words[1:], ""), strict=True):
+    for word, behind in zip(words, (*words[1:], ""), strict=False):
         key, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--") and "." in key:
             given = value if equals else behind or "VALUE"

@@ -64,6 +64,13 @@ def test_rm_refuses_with_one_paragraph(tmp_path: Path, model_folder: Path, bad: 
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_no_words_at_all_are_answered_with_the_commands(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megarl"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 2
+    assert "Usage: " in run.stdout + run.stderr and "Traceback" not in run.stderr
+
+
 def test_eval_without_held_out_rows(tmp_path: Path, model_folder: Path) -> None:
     place: Place = good_place(tmp_path, model_folder)
     run = megarl("eval", str(place.recipe), folder=tmp_path)
