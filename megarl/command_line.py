@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -36,7 +36,9 @@ from megarl.core.exit_codes import FAULT
 from megarl.core.interrupts import Interrupts, as_error
 from megarl.core.log import visible
 from megarl.core.terminal import forget_no_width, outlive_terminal
+from megarl.core.versions import installed
 
+ENGINES = ("torch", "megatron-core", "sglang", "ray", "transformers")  # distributions
 BY_SIGNALS = tuple(128 + number for number in SIGNALS)  # exit codes
 
 
@@ -63,6 +65,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+def _say_versions(asked: bool) -> None:
+    if asked:
+        print(", ".join(f"{name} {installed(name) or 'is not installed'}" for name in ("megarl", *ENGINES)))
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_versions, is_eager=True, help="Versions of megarl and its engines"),
+    ] = False,
+) -> None:
+    """Options that stand in front of any command."""
+
+
 app.command()(train.train)
 app.command()(supervised.sft)
 app.command()(supervised.rm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl.core.words import last_value
 from megarl.recipe.rule import RL, Contradiction
 from megarl.recipe.schema import Recipe
 
@@ -14,11 +15,7 @@ WAYS_OUT = f"Remove {ALGORITHM}, or set it to {DRAFTLESS}, which has no draft"
 
 def guesses(words: Sequence[str]) -> str | None:
     """The algorithm by which servers with these flags guess; None where they do not."""
-    found = None
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name == ALGORITHM:
-            found = value if equals else next(iter(words[index + 1 : index + 2]), "")
+    found = last_value(words, ALGORITHM)
     return None if found is None else found.upper()
 
 

@@ -165,7 +165,7 @@ def check_journal(recipe: Recipe, digests: Digests, taught: Sequence[float] = ()
         raise UserError(
             "\n".join(
                 [
-                    f"{folder}, which has the samples since the last checkpoint, was written by a run that would not train on "
+                    f"{folder}, which has the samples of its last steps, was written by a run that would not train on "
                     "them as this one does:",
                     *told,
                     *more,
