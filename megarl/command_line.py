@@ -8,8 +8,9 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -35,7 +36,9 @@ from megarl.core.exit_codes import FAULT
 from megarl.core.interrupts import Interrupts, as_error
 from megarl.core.log import visible
 from megarl.core.terminal import forget_no_width, outlive_terminal
+from megarl.core.versions import installed
 
+ENGINES = ("torch", "megatron-core", "sglang", "ray", "transformers")  # distributions
 BY_SIGNALS = tuple(128 + number for number in SIGNALS)  # exit codes
 
 
@@ -62,6 +65,24 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+def _say_versions(asked: bool) -> None:
+    if asked:
+        print(", ".join(f"{name} {installed(name) or 'is not installed'}" for name in ("megarl", *ENGINES)))
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_versions, is_eager=True, help="Versions of megarl and its engines"),
+    ] = False,
+) -> None:
+    """Options that stand in front of any command."""
+
+
 app.command()(train.train)
 app.command()(supervised.sft)
 app.command()(supervised.rm)
@@ -80,6 +101,15 @@ app.add_typer(convert.app, name="convert")
 app.add_typer(submit.app)  # submit, status, logs, cancel
 
 
+def _refuse_keys_as_options(words: Sequence[str]) -> None:
+    """Raise UserError where a key of the recipe is given as an option, as other systems take it: --train.steps 3."""
+    for word, behind in zip(words, (*words[1:], ""), strict=False):
+        key, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and "." in key:
+            given = value if equals else behind or "VALUE"
+            raise UserError(f"--{key} is no option. Keys of the recipe are set without dashes: {key}={given}.")
+
+
 def main() -> None:
     """A command. What an exit code means stands in docs/exit_codes.md; no stack trace for an expected error."""
     forget_no_width()
@@ -88,6 +118,7 @@ def main() -> None:
         # Texts of models and names of files have letters that the encoding of the output may lack: no reason to end a run.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        _refuse_keys_as_options(sys.argv[1:])
         app(standalone_mode=True)
     except MegarlError as error:
         with suppress(OSError):  # nobody reads any more: the exit code says it

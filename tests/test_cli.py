@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,17 @@ def waits():
 command_line.app.command()(waits)
 cli.entry()
 """
+
+
+def test_versions_are_said_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["megarl", "--version"])
+        with pytest.raises(SystemExit) as end:
+            command_line.main()
+    said = dict(each.split(" ") for each in capsys.readouterr().out.strip().split(", "))
+    assert not end.value.code
+    assert [*said] == ["megarl", *command_line.ENGINES]
+    assert said["torch"] == version("torch")
 
 
 @pytest.mark.parametrize(

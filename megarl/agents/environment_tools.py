@@ -17,7 +17,7 @@ from megarl.agents.loading import METHODS, REWARD, SHARE, environment_class
 from megarl.agents.patience import within
 from megarl.agents.tools import AnyTool, Signature, apart, as_given
 from megarl.core.errors import UserError
-from megarl.core.words import did_you_mean
+from megarl.core.words import did_you_mean, with_article
 from megarl.recipe.agent import Agent
 
 KEY = "agent.environment_tools"
@@ -89,7 +89,7 @@ def _signature(found: type[Any], name: str) -> Signature:
         raise UserError(f"{where}: {found.__name__} has no such method.{hint} It has: {', '.join(public) or 'none'}.")
     if not inspect.isfunction(function) or not inspect.signature(function).parameters:
         raise UserError(
-            f"{where}: in {found.__name__} it is no method of the object's (it is a {type(function).__name__}). Wanted is "
-            f"`def {name}(self, ...)`."
+            f"{where}: in {found.__name__} it is no method of the object's (it is {with_article(type(function).__name__)}). "
+            f"Wanted is `def {name}(self, ...)`."
         )
     return Signature(function, where, method=name)

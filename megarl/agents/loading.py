@@ -18,7 +18,7 @@ from megarl.agents.environment import Done, Environment, EnvironmentFailedError,
 from megarl.agents.patience import within
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute, importable
-from megarl.core.words import did_you_mean
+from megarl.core.words import did_you_mean, with_article
 from megarl.recipe.agent import Agent
 
 BUILT_IN: Mapping[str, str] = {
@@ -123,7 +123,8 @@ def environment_class(name: str) -> type[Any]:
     found = import_attribute(BUILT_IN.get(name, name), KEY)
     if not inspect.isclass(found):
         raise UserError(
-            f"{KEY}={name!r}: it is a {type(found).__name__}; wanted is a class with the coroutines {', '.join(METHODS)}."
+            f"{KEY}={name!r}: it is {with_article(type(found).__name__)}; wanted is a class with the "
+            f"coroutines {', '.join(METHODS)}."
         )
     return found
 

@@ -21,6 +21,7 @@ from megarl.agents.observations import as_parts, in_json, shown_text
 from megarl.agents.patience import ENDS_ALL, NEVER_S, in_words, within
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
+from megarl.core.words import with_article
 from megarl.sandbox.python_tool import shortened
 
 KEY = "agent.tools"
@@ -229,7 +230,9 @@ def open_tools(paths: Sequence[str]) -> list[Tool]:
         where = f"{KEY}: {path!r}"
         function = import_attribute(path, KEY)
         if not inspect.isfunction(function):
-            raise UserError(f"{where}: it is a {type(function).__name__}; wanted is a function with type hints.")
+            raise UserError(
+                f"{where}: it is {with_article(type(function).__name__)}; wanted is a function with type hints."
+            )
         tool = Tool(function, where)
         if tool.name in tools:
             raise UserError(

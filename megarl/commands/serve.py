@@ -35,7 +35,8 @@ def serve(
     """Serve a trained model by OpenAI's API, for trying it; Ctrl-C ends it and leaves nothing.
 
     Starts one SGLang server with the run's hf/ and, in front of it, the endpoint that agents are trained through: chat
-    completions, completions, streams, tools. Prints the base URL and a key, which is new each time and stands nowhere else.
+    completions, completions, streams, tools, and images for a model that sees. Prints the base URL and a key, which is new
+    each time and stands nowhere else.
 
     Example: megarl serve runs/quickstart --port 8000
     """

@@ -1,6 +1,6 @@
 """The tensors of an HF folder as the safetensors library itself reads them: what a conversion is held against.
 
-Nothing of megarl's own reader is used: neither its offsets nor its slices nor its way with FP8.
+Of megarl's own reader nothing is used but which tensors there are: neither its offsets nor its slices nor its way with FP8.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megarl.models.carried import carried
+from megarl.models.config import ModelConfig
 from megarl.models.hf_dtypes import ModelDtype, tensor_dtypes
-from megarl.models.hf_files import EMBEDDING, HEAD, names_of_text, untied, weight_files
+from megarl.models.hf_files import EMBEDDING, HEAD, names_of_text, untied
 from megarl.models.hf_fp8 import scale_name
 from megarl.models.hf_mxfp4 import blocks_name, scales_name
 from megarl.models.hf_stacked import stacked
 from megarl.models.multimodal import TOWER, tower_names
 from megarl.models.rules import expected_tensors
+from megarl.models.weight_files import weight_files
 from megarl.training.manifest import read_model_config
 
 BLOCK_ROWS = 1024
@@ -64,6 +67,18 @@ def hf_tensors(folder: Path, cast: ModelDtype | None = None, *, tower: bool = Fa
             if is_fp8:
                 tensor = _unscaled(tensor, holder[scale_name(name)].get_tensor(scale_name(name)), config.fp8_block)
             yield name, tensor.to(getattr(torch, dtype)) if cast or is_fp8 else tensor
+
+
+def carried_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Name and content of every tensor that is carried along with the model, as exports have them."""
+    for name, info in carried(folder, config).items():
+        with ExitStack() as stack:
+            held = stack.enter_context(safe_open(info.file, "pt"))
+            tensor = held.get_tensor(name)
+            if info.scales is not None:
+                beside = stack.enter_context(safe_open(info.scales.info.file, "pt"))
+                tensor = _unscaled(tensor, beside.get_tensor(scale_name(name)), info.scales.block).bfloat16()
+            yield name, tensor
 
 
 def _of_tower(holder: dict[str, Any], cast: ModelDtype | None) -> Iterator[tuple[str, Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +18,9 @@ from rich.text import Text
 from megarl.convert.source import Source, find_source
 from megarl.core.errors import DamageError, UserError
 from megarl.core.json_file import read_object
+from megarl.models.carried import carried
 from megarl.models.config import ModelConfig
-from megarl.models.hf_files import TensorInfo, check_index, of_model, read_index
-from megarl.models.hf_header import BITS
+from megarl.models.hf_files import TensorInfo, check_index, content_bytes, of_model, read_index
 from megarl.models.rules import expected_tensors
 from megarl.training.manifest import Manifest, TensorEntry, read_manifest, read_model_config, read_saved_config
 from megarl.training.run_checkpoints import STATE
@@ -33,7 +34,8 @@ class Inspection:
 
     damage: what is wrong with its files; empty where they are whole. parameters: of the model. step: optimizer steps
     done. layout: what wrote it. optimizer: its name. recipe: of the run that it belongs to. tensors: whole ones, by name.
-    files: relative path to size. What is None is not known or not there.
+    carried: those that are not trained, and go along with the model; a checkpoint has them beside its tensors, an HF folder among
+    them. files: relative path to size. What is None is not known or not there.
     """
 
     path: Path
@@ -52,6 +54,7 @@ class Inspection:
     recipe: str | None
     versions: dict[str, str]
     tensors: dict[str, TensorEntry]
+    carried: dict[str, TensorEntry]
     files: dict[str, int]
 
     def to_json(self) -> str:
@@ -78,10 +81,11 @@ def inspect(path: Path, *, read: bool = True) -> Inspection:
 
 def _inspect_mcore(source: Source, manifest: Manifest, config: ModelConfig, *, read: bool) -> Inspection:
     model = {name: entry for name, entry in manifest.tensors.items() if not name.startswith(OPTIMIZER_PREFIX)}
+    damage = source.damage(read=read)
     return Inspection(
         path=source.folder,
         kind="mcore",
-        damage=source.damage(read=read),
+        damage=damage,
         family=manifest.family,
         architecture=manifest.architecture,
         sizes=_sizes(config),
@@ -95,20 +99,20 @@ def _inspect_mcore(source: Source, manifest: Manifest, config: ModelConfig, *, r
         recipe=_recipe_name(source),
         versions=manifest.versions,
         tensors=manifest.tensors,
+        carried=_entries({} if damage else carried(source.hf, config)),
         files={name: each.bytes for name, each in manifest.files.items()},
     )
 
 
 def _inspect_hf(source: Source, config: ModelConfig) -> Inspection:
-    index, damage = dict[str, TensorInfo](), []
+    index, along, damage = dict[str, TensorInfo](), dict[str, TensorInfo](), []
     try:
         index = read_index(source.folder)
         check_index(expected_tensors(config), of_model(index, source.folder, config), source.folder, config)
+        along = carried(source.folder, config)
     except UserError as error:
         damage.append(str(error).rstrip("."))
-    tensors = {}
-    for name, info in sorted(index.items()):
-        tensors[name] = TensorEntry(info.shape, info.dtype, math.prod(info.shape) * BITS[info.dtype] // 8)
+    tensors = _entries(index)
     dtypes = Counter(entry.dtype for entry in tensors.values())
     return Inspection(
         path=source.folder,
@@ -127,8 +131,13 @@ def _inspect_hf(source: Source, config: ModelConfig) -> Inspection:
         recipe=None,
         versions={},
         tensors=tensors,
+        carried=_entries(along),
         files={path.name: path.stat().st_size for path in sorted(source.folder.iterdir()) if path.is_file()},
     )
+
+
+def _entries(index: Mapping[str, TensorInfo]) -> dict[str, TensorEntry]:
+    return {name: TensorEntry(info.shape, info.dtype, content_bytes(info)) for name, info in sorted(index.items())}
 
 
 def _run_step(source: Source) -> int | None:
@@ -165,6 +174,13 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
     return sizes | ({"experts": config.moe.num_experts} if config.moe else {})
 
 
+def _carried_words(found: Inspection) -> str | None:
+    if not found.carried:
+        return None
+    size = sum(each.bytes for each in found.carried.values())
+    return f"{len(found.carried)} tensors, {size:,} bytes, not trained: a frozen vision tower, layers that predict further tokens"
+
+
 def render(found: Inspection) -> RenderableType:
     """The same for people."""
     facts = Table.grid(padding=(0, 2))
@@ -182,6 +198,7 @@ def render(found: Inspection) -> RenderableType:
         ("written at", found.layout and f"{found.layout}; any layout can read it"),
         ("optimizer", found.optimizer or ("none: weights only" if found.kind == "mcore" else None)),
         ("adapters", str(found.lora) if found.lora else None),
+        ("carried along", _carried_words(found)),
         ("versions", ", ".join(f"{name} {version}" for name, version in found.versions.items()) or None),
     ]
     for name, value in rows:

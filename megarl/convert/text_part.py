@@ -30,24 +30,22 @@ from megarl.models.hf_fields import Fields, shown
 from megarl.models.hf_files import (
     EMBEDDING,
     HEAD,
-    INDEX,
-    SINGLE,
     TensorInfo,
     are_same,
     check_index,
     check_weights,
     content_bytes,
     read_index,
-    some,
     unstacked,
-    weight_files,
 )
 from megarl.models.hf_header import BITS
 from megarl.models.hf_stacked import stacked
 from megarl.models.multimodal import Multimodal, read_multimodal, text_names
+from megarl.models.predicting import predicting
 from megarl.models.rules import expected_tensors
 from megarl.models.tensor_copy import Wrote, write_replaced, write_tensors
 from megarl.models.text_config import text_config
+from megarl.models.weight_files import INDEX, SINGLE, some, weight_files
 
 CONFIG = "config.json"
 # Where processors keep a chat template, in the order in which transformers takes them.
@@ -64,7 +62,7 @@ class Whole:
     """A multimodal folder, checked, and what its text part is as a folder of its own.
 
     raw: that folder's config.json; text: the same, read. names: its tensors -> what they are called here. index: its tensors,
-    as they lie here; parts: as that folder has them.
+    as they lie here; parts: as that folder has them, with the layers that predict further tokens, whose names are the same.
     """
 
     folder: Path
@@ -160,11 +158,12 @@ def _read_whole(folder: Path) -> Whole:
     index = read_index(folder)
     names = text_names(index, multimodal, folder)
     ours = {text: index[name] for text, name in names.items()}
+    further = {name: index[name] for name in sorted(predicting(index, config))}
     if config.tied_embeddings and {HEAD, EMBEDDING} <= ours.keys() and not are_same(ours[HEAD], ours[EMBEDDING]):
         # The configs of Mistral 3 tie by default what their weights have apart; transformers goes by the weights.
         raw, config = {**raw, "tie_word_embeddings": False}, replace(config, tied_embeddings=False)
     expected = expected_tensors(config)
-    parts = unstacked(ours, expected) if multimodal.stacked_experts else ours
+    parts = (unstacked(ours, expected) if multimodal.stacked_experts else ours) | further
     check_index(expected, parts, folder, config)
     return Whole(folder, raw, config, names, ours, parts)
 

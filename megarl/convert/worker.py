@@ -103,15 +103,16 @@ class Worker:
 
         job, dtypes = self._job, self._job.dtypes
         if job.operation == "mcore-to-hf":
-            before, after = self._exported(), self._of_folder(job.target, None)
+            before = self._exported() | self._carried(job.hf)
+            after = self._of_folder(job.target, None) | self._carried(job.target)
             return differences(before, after), len(before)
-        before = self._of_folder(job.source, dtypes.model if job.casts else None)
+        before = self._of_folder(job.source, dtypes.model if job.casts else None) | self._carried(job.source)
         spec = RoleSpec(
             job.target / HF_FOLDER, dtypes.model, layout=job.layout, load_weights=False, stored=dtypes.others
         )
         self._rank.build(ROLE, spec)
         self._rank.load(ROLE, job.target)
-        return differences(before, self._exported()), len(before)
+        return differences(before, self._exported() | self._carried(job.target / HF_FOLDER)), len(before)
 
     def _exported(self) -> dict[str, Digest]:
         """Of the model as it is in memory, under HF names; of nothing but on the first rank. Collective."""
@@ -131,6 +132,15 @@ class Worker:
         self._phase("verifying", self._expected_bytes())
         return digests(hf_tensors(folder, cast, tower=self._has_tower), self._tell)
 
+    def _carried(self, folder: Path) -> dict[str, Digest]:
+        """Of what is carried along with the model, in an HF folder or a checkpoint's; only the first rank reads it."""
+        from megarl.convert.digest import digests
+        from megarl.convert.hf_tensors import carried_tensors
+
+        if self._rank.rank != 0:
+            return {}
+        return digests(carried_tensors(folder, self._rank.engine(ROLE).config), lambda _: None)
+
     @property
     def _has_tower(self) -> bool:
         """Whether a vision tower is a part of the model, and not copied beside it."""
@@ -138,12 +148,12 @@ class Worker:
         return vision is not None and bool(vision.tower)
 
     def _expected_bytes(self) -> int:
-        from megarl.convert.sizes import weight_bytes
+        from megarl.convert.sizes import model_bytes
 
-        return weight_bytes(self._rank.engine(ROLE).config, self._job.hf, self._job.dtypes)
+        return model_bytes(self._rank.engine(ROLE).config, self._job.dtypes)
 
     def _reshard_differences(self) -> tuple[list[Difference], int]:
-        """Between two checkpoints, tensor by tensor, the optimizer's and what is beside tensors included. Rank 0 reads."""
+        """Between two checkpoints, tensor by tensor, the optimizer's and what is beside them included. Rank 0 reads."""
         from megarl.convert.digest import Difference, differences, digests
         from megarl.training.checkpoint_files import common_state
 
@@ -154,7 +164,8 @@ class Worker:
         before = digests(_stored(job.source, job.hf), self._tell)
         half = sum(each.bytes for each in before.values())
         after = digests(_stored(job.target, job.hf), lambda done: self._tell(half + done))
-        found = differences(before, after)
+        before |= self._carried(job.hf)
+        found = differences(before, after | self._carried(job.target / HF_FOLDER))
         states = common_state(job.source), common_state(job.target)
         found += [
             Difference(name, "state", repr(states[0].get(name)), repr(states[1].get(name)))

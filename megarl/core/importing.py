@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -12,6 +13,8 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.words import did_you_mean
+
+OURS = Path(__file__).parent.parent
 
 
 def import_attribute(path: str, key: str, folder: Path | None = None) -> Any:
@@ -28,7 +31,7 @@ def import_attribute(path: str, key: str, folder: Path | None = None) -> Any:
     for part in attribute.split("."):
         if not hasattr(found, part):
             hint = did_you_mean(part, [name for name in dir(found) if not name.startswith("_")], quoted=True)
-            raise UserError(f"{where}: {module.__file__} has no {attribute!r}.{hint}")
+            raise UserError(f"{where}: {_lacks(module, attribute)}.{hint}")
         found = getattr(found, part)
     return found
 
@@ -61,9 +64,37 @@ def _import(where: str, module_name: str) -> ModuleType:
                 "installed packages. Correct the path, or start megarl from the folder that holds the module."
             ) from error
         raise UserError(
-            f"{where}: the module {module_name!r} does not import: {type(error).__name__}: {error}. "
-            "Mend the module, or install what it needs."
+            f"{where}: the module {module_name!r} does not import: {type(error).__name__}: {error}"
+            f"{raised_at(error)}. Mend the module, or install what it needs."
         ) from error
+
+
+def _lacks(module: ModuleType, attribute: str) -> str:
+    """What a module, or a folder that was named in the place of one, does not have, as a sentence without its end."""
+    if file := getattr(module, "__file__", None):
+        return f"{file} has no {attribute!r}"
+    folders = [Path(each) for each in getattr(module, "__path__", ())]
+    if not folders:
+        return f"the module {module.__name__!r}, which is Python's own, has no {attribute!r}"
+    files = sorted(path.stem for folder in folders for path in folder.glob("*.py"))
+    files = [name for name in files if not name.startswith("_")]
+    if not files:
+        return f"{module.__name__!r} is a folder without a Python file, {folders[0]}. Name the module that has {attribute!r}"
+    return f"{module.__name__!r} is a folder, {folders[0]}. Name a file in it, such as '{module.__name__}.{files[0]}:{attribute}'"
+
+
+def raised_at(error: BaseException) -> str:
+    """` (FILE, line N)`: where an error came from in the user's code; in a package's where none of it is the user's."""
+    if isinstance(error, SyntaxError):
+        return ""  # its text has the line
+    passed = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    passed = [each for each in passed if each[0].is_absolute() and not each[0].is_relative_to(OURS)]
+    here = Path.cwd()
+    own = [each for each in passed if each[0].is_relative_to(here) and "site-packages" not in each[0].parts]
+    if not passed:
+        return ""
+    file, line = (own or passed)[-1]
+    return f" ({file.relative_to(here) if own else file}, line {line})"
 
 
 def _as_imported(path: str) -> str:

@@ -105,6 +105,9 @@ _METRICS: dict[str, MetricSpec] = {
     "rollout/truncated": MetricSpec(
         "fraction", "samples that ended at the length limit, or at a budget of their episode / samples", ".3f"
     ),
+    "rollout/tokens_per_pass": MetricSpec(
+        "tokens", "that a pass of the policy gave where servers guess ahead, mean over samples; not of episodes", ".2f"
+    ),
     "rollout/failed": MetricSpec(
         "samples", "samples that no server could answer, or whose environment or harness failed", ".0f"
     ),

@@ -34,6 +34,8 @@ TOOLS = "tools"  # of a row
 ROW_KWARGS = "chat_template_kwargs"  # of a row, as TRL's rows have them
 BLANKS = ("\u2581", "\u0120")  # how SentencePiece writes one, and byte-level BPE
 LINE = "\n"
+# Messages as JSON, or as Python prints them: what a table or a CSV file makes of a list.
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(['"])(role|content)\1\s*:.*\}\s*\]\s*""", re.DOTALL)
 _THOUGHTS = re.compile(r"</?think>")  # that templates open, or leave empty, where the assistant begins
 QUESTION: Message = {"role": "user", "content": "1+1"}  # that templates are tried with
 REASON_CHARACTERS = 400  # of what transformers says
@@ -327,7 +329,15 @@ def opens_turn(text: str, mark: str) -> bool:
 
 
 def check_unrendered(text: str, mark: str, row: Row) -> None:
-    """Raises UserError for a prompt that is rendered already: it would be within a message of the user. mark: `turn_mark`."""
+    """Raises UserError for a prompt that is no words of a user's: one that is rendered already, or messages as text.
+
+    mark: `turn_mark`.
+    """
+    if _MESSAGES_AS_TEXT.fullmatch(text):
+        raise UserError(
+            f"{row.where}: the prompt is text that holds a list of chat messages, {text.strip()[:30]!r}... The model would be "
+            "given their brackets and quotes as words of the user. Write the list itself, and not as a string."
+        )
     if opens_turn(text, mark):
         raise UserError(
             f"{row.where}: the prompt is text that ends with {mark!r}, as the model's chat template opens the assistant's turn. "

@@ -10,9 +10,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from megarl.core import words
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.config import ModelConfig
@@ -22,14 +21,11 @@ from megarl.models.hf_header import BITS, read_header
 from megarl.models.hf_mxfp4 import GROUP, STORED, blocks_name, blocks_shape, scales_name
 from megarl.models.hf_stacked import STACKED_FAMILIES, stacked
 from megarl.models.multimodal import TOWER, Multimodal, read_multimodal, text_names, tower_names
+from megarl.models.predicting import predicting
+from megarl.models.tower_tensors import check_tower
+from megarl.models.weight_files import AGAIN, files_of, named_files, some
 
-SHOWN = 5
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
-MAX_PREDICTION_LAYERS = 8
-# Families whose layers for further tokens have names of their own, and how these begin.
-PREDICTING = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), "mtp.") | {"ernie4_5_moe": "model.mtp_"}
-AGAIN = "Copy or export the model again."
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BLOCK_BYTES = 4 * 2**20
 
@@ -80,9 +76,9 @@ def read_index(folder: Path) -> dict[str, TensorInfo]:
     Raises UserError for files that are missing, broken or cut off, for a tensor that two of them hold, and for an index
     that says something else than they do.
     """
-    named, found = _named_files(folder), dict[str, TensorInfo]()
+    named, found = named_files(folder), dict[str, TensorInfo]()
     twice, unnamed = [], []
-    for path in _files(folder, named):
+    for path in files_of(folder, named):
         for stored in read_header(path):
             if stored.name in found:
                 twice.append(f"{stored.name} in {found[stored.name].file.name} and {path.name}")
@@ -104,62 +100,12 @@ def read_index(folder: Path) -> dict[str, TensorInfo]:
     return found
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files that make up the model: folders may hold the same weights in another form beside them.
-
-    Raises UserError when the index names a file that is missing, or when an index stands beside a whole model: which of
-    the two counts is not the same in every library.
-    """
-    return _files(folder, _named_files(folder))
-
-
-def _files(folder: Path, named: dict[str, str] | None) -> list[Path]:
-    single, index = folder / SINGLE, folder / INDEX
-    if named is None:
-        return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-    files = sorted(set(named.values()))
-    if missing := [name for name in files if not (folder / name).is_file()]:
-        raise UserError(f"{index} names files that are not there: {some(missing)}. {AGAIN}")
-    if single.exists() and SINGLE not in files:
-        raise UserError(f"{folder} holds {SINGLE} and an index of other files ({INDEX}). Remove what is out of date.")
-    return [folder / name for name in files]
-
-
-def _named_files(folder: Path) -> dict[str, str] | None:
-    """Tensor -> file, as the index has it; None where there is none.
-
-    Its `total_size` is not looked at: published folders have it wrong, and no library reads it. Names that no file holds
-    are missing only where the config asks for them.
-    """
-    index = folder / INDEX
-    if not index.exists():
-        return None
-    named = read_object(index, AGAIN).get("weight_map")
-    if not isinstance(named, dict) or not named:
-        raise UserError(
-            f"{index} is not an index of safetensors files: it has no weight_map of names to files. {AGAIN}"
-        )
-    if wrong := [f"{name} in {file!r}" for name, file in named.items() if not _is_inside(file)]:
-        raise UserError(
-            f"{index} puts {some(wrong)}; the name of a .safetensors file within the folder is wanted. {AGAIN}"
-        )
-    return named
-
-
-def _is_inside(file: object) -> bool:
-    """Whether this names a safetensors file of the folder, or below it. Links are not followed: caches are made of them."""
-    if not isinstance(file, str) or "\0" in file or not file.endswith(".safetensors"):
-        return False
-    path = PurePosixPath(file)
-    return not path.is_absolute() and ".." not in path.parts and str(path) == file
-
-
 def check_weights(expected: dict[str, tuple[int, ...]], folder: Path, config: ModelConfig) -> dict[str, TensorInfo]:
     """The index of a folder whose weights are those that the config describes; FP8 tensors come with their scales.
 
     Of a multimodal model it is as `of_model` gives it. expected: HF name -> shape.
     Raises UserError, with names and shapes, when they are not. What megarl has no use for is
-    no mistake: see `_unused`.
+    no mistake: see `_unused`; nor are layers that predict further tokens (`predicting`).
     """
     return check_index(expected, of_model(read_index(folder), folder, config), folder, config)
 
@@ -172,18 +118,10 @@ def of_model(index: dict[str, TensorInfo], folder: Path, config: ModelConfig) ->
     if config.vision is None:
         return index
     names = names_of_text(index, folder)
-    tower = [info for name, info in index.items() if TOWER in name]
-    if not tower:
-        raise UserError(f"The weights in {folder} have no vision tower: they are of the text part alone. {AGAIN}")
-    # By their number alone: what transformers would make of the config takes torch, seconds of every start.
-    found = sum(math.prod(info.shape) for info in tower)
-    if found != config.vision.tower_elements:
-        raise UserError(
-            f"The vision tower in {folder} is not that of its config.json: its {len(tower)} tensors have {found:,} numbers, and "
-            f"vision_config is of a tower of {config.vision.tower_elements:,}. {AGAIN}"
-        )
+    tower = {name: info for name, info in index.items() if TOWER in name}
+    check_tower(_config_of(folder).part("vision_config"), {name: info.shape for name, info in tower.items()}, folder)
     if config.vision.tower:
-        names |= {TOWER + part: name for part, name in tower_names(index).items()}
+        names |= {TOWER + part: name for part, name in tower_names(tower).items()}
     return {text: index[name] for text, name in names.items()}
 
 
@@ -194,8 +132,12 @@ def names_of_text(index: Iterable[str], folder: Path) -> dict[str, str]:
 
 def multimodal_of(folder: Path) -> Multimodal:
     """What a multimodal folder's config.json names. Raises UserError."""
+    return read_multimodal(_config_of(folder))
+
+
+def _config_of(folder: Path) -> Fields:
     path = folder / "config.json"
-    return read_multimodal(Fields(read_object(path, AGAIN), path))
+    return Fields(read_object(path, AGAIN), path)
 
 
 def check_index(
@@ -209,23 +151,23 @@ def check_index(
     elif config.vision is not None and config.moe is not None:
         index = unstacked(index, expected)
     problems["missing"] = sorted(set(expected) - set(index))
+    further = predicting(index, config)
     problems["not in the config"] = sorted(
-        set(index) - set(expected) - _unused(index, config) - _scales_of(expected, index)
+        set(index) - set(expected) - further - _unused(index, config) - _scales_of(expected, index)
     )
     found = {name: index[name] for name in expected if name in index}
     for name, info in found.items():
         if info.shape != expected[name]:
             problems["of another shape"].append(f"{name} is {list(info.shape)}, the config says {list(expected[name])}")
-        elif info.dtype == FP8 and config.fp8_block is not None:
-            found[name] = _with_scales(name, index, config.fp8_block, problems)
         elif info.packed is not None:
             problems["of another form"] += _unpackable(name, info.packed, expected[name])
-        elif info.dtype not in DTYPES:
-            problems["of another type"].append(f"{name} is {info.dtype}, {_supported(info.dtype)}")
+        else:
+            found[name] = _readable(name, index, config, problems)
     if config.fp8_block is not None and not any(info.dtype == FP8 for info in found.values()):
         problems["not quantised"].append(f"config.json has a quantization_config, and no tensor is {FP8}")
     if config.mxfp4 and not any(info.packed for info in found.values()):
         problems["not quantised"].append("config.json has a quantization_config, and no experts are MXFP4")
+    readable_further(index, config, problems)
     if any(problems.values()):
         said = "; ".join(f"{kind}: {some(what)}" for kind, what in problems.items() if what)
         raise UserError(
@@ -287,6 +229,11 @@ def content_bytes(info: TensorInfo) -> int:
     return math.prod(info.shape) * BITS[info.dtype] // 8
 
 
+def unquantised(info: TensorInfo) -> TensorInfo:
+    """What an export has of a tensor: an FP8 one becomes bfloat16, as DeepSeek makes it."""
+    return info if info.scales is None else replace(info, dtype="BF16", scales=None)
+
+
 def untied(folder: Path) -> UserError:
     """Of a config that ties what the weights have apart: transformers ties the two only where they are the same."""
     return UserError(
@@ -316,6 +263,27 @@ def are_same(one: TensorInfo, other: TensorInfo) -> bool:
     return True
 
 
+def readable_further(
+    index: Mapping[str, TensorInfo], config: ModelConfig, problems: dict[str, list[str]]
+) -> dict[str, TensorInfo]:
+    """Of an index the layers that predict further tokens, FP8 tensors with their scales. problems: what is wrong is added."""
+    names = predicting(index, config)
+    wanted = names - {scale_name(name) for name in names if index[name].dtype == FP8}
+    return {name: _readable(name, index, config, problems) for name in sorted(wanted)}
+
+
+def _readable(
+    name: str, index: Mapping[str, TensorInfo], config: ModelConfig, problems: dict[str, list[str]]
+) -> TensorInfo:
+    """A tensor that is not packed, of FP8 with its scales. problems: what stands against reading it is added."""
+    info = index[name]
+    if info.dtype == FP8 and config.fp8_block is not None:
+        return _with_scales(name, index, config.fp8_block, problems)
+    if info.dtype not in DTYPES:
+        problems["of another type"].append(f"{name} is {info.dtype}, {_supported(info.dtype)}")
+    return info
+
+
 def _supported(dtype: str) -> str:
     if dtype == FP8:
         return "and config.json has no quantization_config that says how it is scaled"
@@ -323,7 +291,7 @@ def _supported(dtype: str) -> str:
 
 
 def _with_scales(
-    name: str, index: dict[str, TensorInfo], block: tuple[int, int], problems: dict[str, list[str]]
+    name: str, index: Mapping[str, TensorInfo], block: tuple[int, int], problems: dict[str, list[str]]
 ) -> TensorInfo:
     """An FP8 tensor with its scales. problems: what is wrong with them is added."""
     info, scales = index[name], index.get(scale_name(name))
@@ -375,17 +343,7 @@ def _scales_of(expected: dict[str, tuple[int, ...]], index: dict[str, TensorInfo
 def _unused(index: dict[str, TensorInfo], config: ModelConfig) -> set[str]:
     """Tensors that are neither needed nor a sign of another model; an export does not have them.
 
-    A stored copy of a tied head, which is held against the embedding; rotary frequencies, which the config gives; and the
-    layers behind the last that predict further tokens (DeepSeek-V3's multi-token prediction, known by their `eh_proj`), which
-    transformers leaves out too (and those of PREDICTING, by names of their own).
+    A stored copy of a tied head, which is held against the embedding; and rotary frequencies, which the config gives.
     """
-    layers = range(config.num_layers, config.num_layers + MAX_PREDICTION_LAYERS)
-    extra = [f"model.layers.{i}." for i in layers if f"model.layers.{i}.eh_proj.weight" in index]
-    extra += [PREDICTING[config.family]] if config.family in PREDICTING else []
-    unused = {name for name in index if name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(extra))}
+    unused = {name for name in index if name.endswith("rotary_emb.inv_freq")}
     return unused | ({HEAD} if config.tied_embeddings else set())
-
-
-def some(names: list[str]) -> str:
-    """The first few names of tensors, and how many more there are."""
-    return words.some([name if name.isprintable() else repr(name) for name in names], SHOWN)

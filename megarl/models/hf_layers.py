@@ -7,7 +7,7 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.models.family import Family
 from megarl.models.hf_fields import Fields, refuse_feature, shown
-from megarl.models.hf_files import some
+from megarl.models.weight_files import some
 
 SLIDING, KINDS, PATTERN = "sliding_attention", "layer_types", "sliding_window_pattern"
 UNROTATED, INTERVAL = "no_rope_layers", "no_rope_layer_interval"

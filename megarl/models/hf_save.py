@@ -17,20 +17,21 @@ from torch import Tensor
 from megarl.core.disk import FULL, sync, sync_tree, write_all
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.json_file import read_object
+from megarl.models.carried import carried, carried_bytes, in_files
 from megarl.models.config import ModelConfig
 from megarl.models.families import FAMILIES, score_architecture
 from megarl.models.hf_beside import CODE, copy_beside
-from megarl.models.hf_files import INDEX, SINGLE, TensorInfo, content_bytes, multimodal_of, some
-from megarl.models.hf_fp8 import QUANTIZATION
+from megarl.models.hf_files import TensorInfo, multimodal_of
+from megarl.models.hf_fp8 import QUANTIZATION, scale_name
 from megarl.models.hf_header import header_bytes
-from megarl.models.hf_read import DTYPES
+from megarl.models.hf_read import DTYPES, HfReader
 from megarl.models.hf_stacked import Stack, Stacks
 from megarl.models.hf_weights import Bucket
 from megarl.models.multimodal import has_newer_names, scored_multimodal, whole_name
 from megarl.models.rules import expected_tensors
 from megarl.models.score_padding import name_padding
 from megarl.models.tensor_copy import write_tensors
-from megarl.models.tower_files import tower_index
+from megarl.models.weight_files import INDEX, SINGLE, some
 
 CONFIG = "config.json"
 DEFAULT_SHARD_BYTES = 5 * 2**30
@@ -50,21 +51,22 @@ def save_hf(
 
     Tensors keep the dtype that they come in, and the config names the one that most are in. The rest of the config, but
     for its quantisation, generation settings and tokenizer are the source folder's, and so is what pads, unless the model
-    scores (score_padding.py). Of a model that sees images it is the whole multimodal folder: names are the source's, and what is
-    not of the text part is copied to the byte. Appears whole, by renaming; an earlier folder of that name is replaced.
+    scores (score_padding.py). What is not trained is carried along from there (carried.py); of a model that sees images it is the
+    whole multimodal folder, by the source's names. Appears whole, by renaming; an earlier folder of that name is replaced.
     Raises UserError, and leaves nothing half-written, when the disk is too small.
     """
     temporary, previous = (target_folder.with_name(f".{kind}-{target_folder.name}") for kind in ("tmp", "previous"))
+    along = carried(source_folder, config)
     for folder in (temporary, previous):
         if folder.exists():
             shutil.rmtree(folder)
     temporary.mkdir(parents=True)
-    tower, newer = _tower(source_folder, config)
+    newer = _has_newer_names(along, config)
     stacks = config.vision is not None and multimodal_of(source_folder).stacked_experts
     with (
         _removed_on_failure(temporary),
         closing(
-            _Shards(temporary, config, max_shard_bytes, target_folder, tower, newer=newer, stacks=stacks)
+            _Shards(temporary, config, max_shard_bytes, target_folder, along, newer=newer, stacks=stacks)
         ) as shards,
         shards.explained(),
     ):
@@ -84,14 +86,29 @@ def save_hf(
         shutil.rmtree(previous)
 
 
-def _tower(source: Path, config: ModelConfig) -> tuple[dict[str, TensorInfo], bool]:
-    """A frozen tower's tensors, which are the source's; and whether tensors have the newer names."""
+def _has_newer_names(along: Mapping[str, TensorInfo], config: ModelConfig) -> bool:
+    """Of a multimodal folder that is written. along: what is carried into it, a frozen tower among that."""
     if config.vision is None:
-        return {}, False
-    if config.vision.tower:
-        return {}, config.vision.newer_names
-    found = tower_index(source)
-    return found, has_newer_names(found)
+        return False
+    return config.vision.newer_names if config.vision.tower else has_newer_names(along)
+
+
+def write_carried(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Any]]:
+    """A new file of tensors that are carried along; returns what its header says of each. FP8 ones become bfloat16.
+
+    Raises UserError where a source cannot be read whole.
+    """
+    scaled = {name: info for name, info in tensors.items() if info.scales is not None}
+    scales = {scale_name(name): info.scales.info for name, info in scaled.items() if info.scales is not None}
+    with HfReader(scaled | scales, check_finite=False) as reader:
+
+        def content(name: str) -> memoryview:
+            plain = torch.empty(scaled[name].shape, dtype=torch.bfloat16)
+            reader.read(name, slice(0, len(plain)), None, plain)
+            reader.finish()
+            return memoryview(plain.view(-1).view(torch.uint8).numpy().data)
+
+        return write_tensors(path, tensors, unscaled=content)
 
 
 @contextmanager
@@ -141,17 +158,17 @@ class _Shards:
         config: ModelConfig,
         max_bytes: int,
         named: Path,
-        tower: Mapping[str, TensorInfo],
+        along: Mapping[str, TensorInfo],
         *,
         newer: bool,
         stacks: bool,
     ) -> None:
-        """named: what the folder will be called, for errors. tower: what a multimodal folder has beside the model.
+        """named: what the folder will be called, for errors. along: what is carried into it beside the model.
 
         newer: names are those of `whole_name`. stacks: a layer's experts go into two tensors.
         """
         self._folder, self._max_bytes, self._named = folder, max_bytes, named
-        self._missing, self._tower = expected_tensors(config), tower
+        self._missing, self._along = expected_tensors(config), along
         self._newer = newer
         self._numel = {name: torch.Size(shape).numel() for name, shape in self._missing.items()}
         self._file: FileIO | None = None
@@ -226,8 +243,8 @@ class _Shards:
         if self._missing or not self._bytes_in:
             raise MegarlError(f"The export ended without the tensors {some(sorted(self._missing))}.")
         self._end_file()
-        if self._tower:
-            self._files.append(write_tensors(self._part(len(self._files)), self._tower))
+        for tensors in in_files(self._along, self._max_bytes):
+            self._files.append(write_carried(self._part(len(self._files)), tensors))
         count = len(self._files)
         names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         for number, name in enumerate(names):
@@ -272,7 +289,7 @@ class _Shards:
             raise self._too_small()
 
     def _needed(self) -> int:
-        return sum(self._numel.values()) * self._itemsize + sum(map(content_bytes, self._tower.values()))
+        return sum(self._numel.values()) * self._itemsize + carried_bytes(self._along.values())
 
     @contextmanager
     def explained(self) -> Iterator[None]:

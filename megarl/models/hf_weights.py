@@ -17,12 +17,13 @@ from torch.nn import Module
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.layout import Layout, place
 from megarl.models.config import ModelConfig
-from megarl.models.hf_files import check_weights, some
+from megarl.models.hf_files import check_weights
 from megarl.models.hf_read import HfReader
 from megarl.models.mapping import within
 from megarl.models.parts import Dealing, Part, part_of
 from megarl.models.rule_table import FUSED
 from megarl.models.rules import TOWER, LayerSpec, Rule, expected_tensors, rules
+from megarl.models.weight_files import some
 
 Bucket = list[tuple[str, Tensor]]
 Value = Callable[[str, Tensor], Tensor]

@@ -17,7 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megarl.models.vision import Vision
-from megarl.models.vision_tower import check_tower, make_tower
+from megarl.models.vision_tower import make_tower
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,14 @@ class Pass:
     seen: Seen | None = None
 
 
-def add_tower(
-    chunks: Sequence[GPTModel], folder: Path, dtype: torch.dtype, device: str, *, loads: bool, recomputed: bool
-) -> None:
+def add_tower(chunks: Sequence[GPTModel], folder: Path, dtype: torch.dtype, device: str, *, recomputed: bool) -> None:
     """Make a vision tower a part of the model, on the stage that has the embedding; what is in its weights is not set.
 
-    folder: with its config. loads: its weights are there too, and will be loaded. recomputed: its blocks are computed again in
-    backward. Raises UserError where the folder's tower is not its config's.
+    folder: with its config. recomputed: its blocks are computed again in backward.
     """
     for chunk in chunks:
         if chunk.pre_process:
             chunk.vision_tower = make_tower(folder, dtype, device, recomputed=recomputed)
-            if loads:
-                check_tower(chunk.vision_tower, folder)
 
 
 def needs_features(chunk: GPTModel, vision: Vision) -> bool:

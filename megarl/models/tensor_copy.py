@@ -1,6 +1,7 @@
 """Copies tensors between safetensors files, under other names or in the place of others. Without torch.
 
-Byte by byte, but for experts that lie in one tensor with rows and columns exchanged: of these a matrix at a time.
+Byte by byte, but for experts that lie in one tensor with rows and columns exchanged, of which a matrix is taken at a time, and
+for FP8 tensors with scales, whose numbers the caller makes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from megarl.core.disk import write_all
 from megarl.core.errors import UserError
-from megarl.models.hf_files import Columns, TensorInfo, content_bytes
+from megarl.models.hf_files import Columns, TensorInfo, content_bytes, unquantised
 from megarl.models.hf_header import BITS, PREFIX_BYTES, header_bytes, read_header
 
 PIECE_BYTES = 8 * 2**20
@@ -25,21 +26,31 @@ Wrote = Callable[[int], object]  # told how many bytes more
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, TensorInfo], wrote: Wrote = lambda _: None
+    path: Path,
+    tensors: Mapping[str, TensorInfo],
+    wrote: Wrote = lambda _: None,
+    unscaled: Callable[[str], memoryview] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """A new file of these tensors, in their order; returns what its header says of each.
 
+    unscaled: gives what an FP8 tensor with scales stands for, in bfloat16; needed where there is one.
     Raises UserError where a source cannot be read whole.
     """
     entries, offset = dict[str, dict[str, Any]](), 0
     for name, info in tensors.items():
-        end = offset + content_bytes(info)
-        entries[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [offset, end]}
+        written = unquantised(info)
+        end = offset + content_bytes(written)
+        entries[name] = {"dtype": written.dtype, "shape": list(info.shape), "data_offsets": [offset, end]}
         offset = end
     # Unbuffered, so that a disk that is full says so while it is written to, and not as the file is closed.
     with FileIO(path, "wb") as out:
         write_all(out, header_bytes(entries))
-        for info in tensors.values():
+        for name, info in tensors.items():
+            if info.scales is not None:
+                assert unscaled is not None, name
+                write_all(out, unscaled(name))
+                wrote(content_bytes(unquantised(info)))
+                continue
             with info.file.open("rb") as source:
                 if info.columns is None:
                     _copy(source, info.offset, content_bytes(info), out, wrote)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
 from megarl.models.hf_fields import Fields
-from megarl.models.tower_size import TowerShape, patch_size, tower_elements, tower_shape, tower_width
+from megarl.models.tower_size import TowerShape, patch_size, tower_shape, tower_width
+from megarl.models.tower_tensors import tower_elements
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR, IMAGE_PROCESSOR = "processor_config.json", "image_processor"  # as transformers 5 writes both into one file

@@ -21,12 +21,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megarl.core.errors import UserError
 from megarl.core.json_file import read_object
+from megarl.core.loading import without_collection
+from megarl.core.stand_in import standing_in
 from megarl.core.types import Picture
 from megarl.data.images import pixels
-from megarl.models.hf_files import AGAIN, TensorInfo, some
 from megarl.models.hf_read import HfReader
 from megarl.models.multimodal import tower_names
 from megarl.models.tower_files import tower_index
+from megarl.models.weight_files import AGAIN, some
 
 if TYPE_CHECKING:
     import PIL.Image  # loaded where an image is looked at
@@ -52,7 +54,7 @@ class Tower:
     ) -> None:
         """module: as `make_tower` or `load_tower` gives it. folder: which says how images are cut."""
         self.module = module
-        self._process = importlib.import_module(PROCESSOR).Qwen2VLImageProcessorPil.from_pretrained(folder)
+        self._process = _loaded(PROCESSOR).Qwen2VLImageProcessorPil.from_pretrained(folder)
         self._dtype, self._device, self._kept_bytes = dtype, device, kept_bytes
         self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
 
@@ -95,19 +97,22 @@ def _opened(picture: Picture) -> PIL.Image.Image:
     return PIL.Image.open(io.BytesIO(picture)) if isinstance(picture, bytes) else pixels(picture, picture.where)
 
 
+def _loaded(module: str) -> Any:
+    """A module of transformers, without scipy: its losses for detection name a function of it, a second of each rank's start."""
+    with without_collection(), standing_in(("scipy",)):
+        return importlib.import_module(module)
+
+
 def make_tower(folder: Path, dtype: torch.dtype, device: str, *, recomputed: bool = False) -> Module:
     """By a multimodal folder's config, on the device; what is in its weights is not set.
 
     recomputed: of each block its input alone is kept for backward, while the module is in training.
     """
-    from transformers import CONFIG_MAPPING
-    from transformers.initialization import no_init_weights
-
     raw = read_object(folder / "config.json", AGAIN)
     module, name = TOWERS[raw["model_type"]]
-    config = CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw)).vision_config
-    make: Any = getattr(importlib.import_module(f"transformers.models.{module}"), name)
-    with no_init_weights(), torch.device(device):
+    make: Any = getattr(_loaded(f"transformers.models.{module}"), name)
+    config = _loaded("transformers").CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw)).vision_config
+    with _loaded("transformers.initialization").no_init_weights(), torch.device(device):
         tower: Module = make._from_config(config, dtype=dtype, attn_implementation="sdpa")
     if recomputed:
         _recompute_blocks(tower)
@@ -126,37 +131,17 @@ def _recompute_blocks(tower: Module) -> None:
 
 
 def load_tower(folder: Path, dtype: torch.dtype, device: str) -> Module:
-    """The same, frozen, with the weights of the folder. Raises UserError where these are not the config's."""
+    """The same, frozen, with the weights of the folder, which are the config's. Raises UserError where they are no numbers."""
     tower = make_tower(folder, dtype, device)
     _fill(tower, folder)
     return tower.requires_grad_(False)
 
 
 def _fill(tower: Module, folder: Path) -> None:
-    index = check_tower(tower, folder)
+    index = tower_index(folder)
     names = tower_names(index)
     with HfReader(index, check_finite=True) as reader, torch.no_grad():
         for name, parameter in tower.named_parameters():
             reader.read(names[name], slice(0, parameter.shape[0]), None, parameter)
         if not_finite := reader.finish():
             raise UserError(f"Weights in {folder} are NaN or infinite: {some(not_finite)}. {AGAIN}")
-
-
-def check_tower(tower: Module, folder: Path) -> dict[str, TensorInfo]:
-    """The index of a folder's tower. Raises UserError where it is not the one that is made by the folder's config."""
-    index = tower_index(folder)
-    names = tower_names(index)
-    expected = dict(tower.named_parameters())
-    wrong = {
-        "missing": sorted(expected.keys() - names.keys()),
-        "not in the config": sorted(names[name] for name in names.keys() - expected.keys()),
-        "of another shape": [
-            f"{names[name]} is {list(index[names[name]].shape)}, the config says {list(parameter.shape)}"
-            for name, parameter in expected.items()
-            if name in names and index[names[name]].shape != tuple(parameter.shape)
-        ],
-    }
-    if any(wrong.values()):
-        said = "; ".join(f"{kind}: {some(what)}" for kind, what in wrong.items() if what)
-        raise UserError(f"The vision tower's weights in {folder} do not match its config.json. {said}. {AGAIN}")
-    return index

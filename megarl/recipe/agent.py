@@ -174,7 +174,9 @@ class Agent(Section):
     )
     max_turns: PositiveInt = Field(16, description="most responses of the policy in one episode")
     turn_tokens: PositiveInt | None = Field(
-        None, description="longest response of one turn, in tokens; default: what rollout.max_response_tokens leaves"
+        None,
+        description="longest response of one turn, in tokens; a turn that is cut off there ends its episode, truncated; default: "
+        "what rollout.max_response_tokens leaves",
     )
     timeout_s: PositiveFloat = Field(
         1800.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -28,6 +29,16 @@ _TYPES = {
     "boolean": "true or false",
     "null": "null",
     "path": "a path",
+}
+_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)(\.\d*)?([eE][-+]?\d+)?")
+# What values are called elsewhere, where no spelling is near ours, or another is nearer.
+_SYNONYMS = {
+    "gpu": "cuda",
+    "GPU": "cuda",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "half": "bfloat16",
+    "fp16": "bfloat16",
 }
 _GIVEN = {
     str: "text",
@@ -199,12 +210,24 @@ def _explain(error: ErrorDetails, tree: Tree, schema: Schema) -> str:
     given = error["input"]
     meaning = f" ({schema.meaning(keys)})" if schema.meaning(keys) else ""
     plain = error["type"] == "string_type" and isinstance(given, bool | int | float)
-    quote = f" Quotes make it text: '{json.dumps(given)}'." if plain else ""
+    quote = f" Quotes make it text: '{json.dumps(given)}'." if plain else _unquoted(given, error["type"])
     all_of_defaults = isinstance(given, bool) and schema.children(keys) and not _either(schema.node(keys) or {})
     section = " Write {} for a section of defaults." if all_of_defaults else ""
-    near = difflib.get_close_matches(given, schema.choices(keys), n=1) if isinstance(given, str) else ()
+    choices = schema.choices(keys)
+    near = difflib.get_close_matches(_SYNONYMS.get(given, given), choices, n=1) if isinstance(given, str) else ()
     guess = f" Did you mean {near[0]}?" if near and near[0] != given else ""
     return f"`{dotted}` ({where}): got {_show(given)}; allowed: {schema.allowed(keys)}{meaning}.{guess}{quote}{section}"
+
+
+def _unquoted(given: Any, wanted: str) -> str:
+    """How a number that came as text, or a whole one that came as 1e3, is written; empty where it is neither."""
+    if not wanted.startswith(("int_", "float_")):
+        return ""
+    if isinstance(given, str) and _NUMBER.fullmatch(given):
+        return f" Without quotes it is a number: {given}."
+    if isinstance(given, float) and given.is_integer() and abs(given) < sys.maxsize:
+        return f" Write {int(given)}."
+    return ""
 
 
 def _guess(keys: Keys, schema: Schema, given: Any) -> str:

@@ -25,6 +25,7 @@ from megarl.algorithms.inputs import (
 from megarl.algorithms.policy_loss import POLICY_LOSSES
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
+from megarl.core.words import with_article
 from megarl.recipe.algorithm import Algorithm
 
 ADVANTAGE, POLICY_LOSS = "algorithm.advantage", "algorithm.policy_loss"
@@ -200,6 +201,6 @@ def _check(
 def _function(path: str, key: str) -> Callable[..., Any]:
     found = import_attribute(path, key)
     if not callable(found):
-        raise UserError(f"{key}={path!r}: it is a {type(found).__name__}, not a function.")
+        raise UserError(f"{key}={path!r}: it is {with_article(type(found).__name__)}, not a function.")
     function: Callable[..., Any] = found
     return function

@@ -18,6 +18,7 @@ from megarl.recipe.rollout_rules import SERVER_CONTRADICTIONS, SERVER_UNREAD, lo
 from megarl.recipe.rule import RL, Contradiction, Unread
 from megarl.recipe.sampling_rules import SAMPLING_CONTRADICTIONS, SAMPLING_UNREAD
 from megarl.recipe.schema import Recipe
+from megarl.recipe.speculation_rules import SPECULATION_CONTRADICTIONS
 from megarl.recipe.stores import STORES
 from megarl.recipe.supervised import SftRecipe
 from megarl.recipe.supervised_rules import SUPERVISED_CONTRADICTIONS, SUPERVISED_UNREAD
@@ -198,6 +199,7 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     *SERVER_CONTRADICTIONS,
     *SAMPLING_CONTRADICTIONS,
     *SUPERVISED_CONTRADICTIONS,
+    *SPECULATION_CONTRADICTIONS,
     *SYNC_CONTRADICTIONS,
     Contradiction(
         "rollout.top_k",

@@ -175,7 +175,7 @@ def _read_file(file: Path, what: str, relative: str = "relative to the folder th
     except OSError as error:
         raise UserError(f"Cannot read {what} {str(file)[:200]}: {error.strerror}.") from None
     if is_folder:
-        raise UserError(f"{file}, the {what}, is a folder. Name a file in it, such as {file / 'recipe.yaml'}.")
+        raise UserError(f"{file}, the {what}, is {_kind_of_folder(file)}.")
     if file.exists() and not file.is_file():
         raise UserError(
             f"{file}, the {what}, is a pipe or a device, which is read once. Write it into a file, and name that."
@@ -205,6 +205,17 @@ def _read_file(file: Path, what: str, relative: str = "relative to the folder th
     tree = Tree()
     tree.values = _convert(loader, node, file, (), tree)
     return tree
+
+
+def _kind_of_folder(folder: Path) -> str:
+    """What a folder in a recipe's place is, and what to name: that of a model or of a run, or any other."""
+    if (folder / "config.json").is_file():
+        return f"a model's folder. Name a recipe in its place, and the model behind it: model.path={folder}"
+    trained = folder / "hf"
+    behind = (
+        f"; behind it model.path={trained} is what the run has trained" if (trained / "config.json").is_file() else ""
+    )
+    return f"a folder. Name a file in it, such as {folder / 'recipe.yaml'}{behind}"
 
 
 def _problem(error: Exception) -> str:

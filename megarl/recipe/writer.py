@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
+from megarl.core.words import with_article
 
 KEY = "report.writer"
 # What its class may ask for, by the names of its parameters.
@@ -21,7 +22,7 @@ def writer_class(path: str) -> Callable[..., Any]:
     found, where = import_attribute(path, KEY), f"{KEY}={path!r}"
     methods = " and ".join(f"`{name}({', '.join(('self', *takes))})`" for name, takes in METHODS.items())
     if not inspect.isclass(found):
-        raise UserError(f"{where}: it is a {type(found).__name__}; wanted is a class with {methods}.")
+        raise UserError(f"{where}: it is {with_article(type(found).__name__)}; wanted is a class with {methods}.")
     for name in METHODS:
         if not callable(getattr(found, name, None)):
             raise UserError(f"{where}: {found.__name__} has no method {name!r}; wanted is a class with {methods}.")

@@ -29,7 +29,9 @@ def read_history(file: Path) -> list[Row]:
     """
     if not file.is_file():
         what = "is not a file" if file.exists() else "does not exist"
-        raise UserError(f"{file} {what}: a run writes it into its folder from its first step on.")
+        runs = sorted(str(each.parent) for each in file.parent.glob(f"*/{METRICS_FILE}"))
+        inside = f" Runs in {file.parent}: {some(runs, SHOWN)}." if runs else ""
+        raise UserError(f"{file} {what}: a run writes it into its folder from its first step on.{inside}")
     try:
         lines = file.read_bytes().splitlines(keepends=True)
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.importing import import_attribute
-from megarl.core.words import did_you_mean
+from megarl.core.words import did_you_mean, with_article
 
 # Called with the keywords of PARAMETERS, and those of OPTIONAL that it names. It should return a number; only calling it tells.
 RewardFn = Callable[..., Any]
@@ -53,7 +53,7 @@ def asked_for(function: Callable[..., Any]) -> list[str]:
 def _check_signature(where: str, function: object) -> None:
     wanted = f"wanted is a function {SIGNATURE}"
     if not callable(function) or inspect.isclass(function):
-        raise UserError(f"{where}: it is a {type(function).__name__}; {wanted}.")
+        raise UserError(f"{where}: it is {with_article(type(function).__name__)}; {wanted}.")
     called = (function, type(function).__call__)  # of an object the class says what calling it gives
     if any(inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in called):
         raise UserError(f"{where}: it is a generator; {wanted}, which returns the number itself.")

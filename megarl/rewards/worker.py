@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megarl.core.errors import UserError
-from megarl.rewards.grade import Grade, Item, failed, grade_of
+from megarl.core.importing import raised_at
+from megarl.core.words import shortened
+from megarl.rewards.grade import MOST_SHOWN, Grade, Item, failed, grade_of
 from megarl.rewards.resolve import PARAMETERS, RewardFn, asked_for, resolve_reward
 
 HEADER = struct.Struct("<I")
@@ -43,16 +45,17 @@ def frame(value: object) -> bytes:
 
 
 def grade(function: RewardFn, wait: Callable[[Any], Any], item: Item, optional: Collection[str] = ()) -> Grade:
-    """The function's grade, or why there is none: `error: ...` or `not a number: ...`. wait: gives what a coroutine gives.
+    """The function's grade, or why there is none: `error: ... (FILE, line N)` or `not a number: ...`.
 
-    optional: which of OPTIONAL it asks for.
+    wait: gives what a coroutine gives. optional: which of OPTIONAL it asks for.
     """
     said = item.said
     try:
         found = function(**{name: said[name] for name in (*PARAMETERS, *optional)})
         return grade_of(wait(found) if inspect.iscoroutine(found) else found)
     except (Exception, SystemExit) as error:  # a user's function may raise anything; the run goes on
-        return failed(f"error: {type(error).__name__}: {_words(error)}")
+        where = raised_at(error)
+        return failed(shortened(f"error: {type(error).__name__}: {_words(error)}", MOST_SHOWN - len(where) - 3) + where)
 
 
 def _words(error: BaseException) -> str:

@@ -1,5 +1,5 @@
 """What episodes were like, what graders said beside their scores, and how long a teacher took, from the numbers that
-collectors told of them.
+collectors told of them; and how far servers guessed ahead.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megarl.rewards.grade import FIGURES, first_figures
 from megarl.rollout.facts import Flags, GroupFacts
+from megarl.rollout.single_turn import PER_PASS
 from megarl.rollout.teacher import FAILURES, WAITED
 
 Numbers = Mapping[str, NDArray[np.float64]]
@@ -35,6 +36,7 @@ def episode_metrics(seen: Sequence[GroupFacts], kept: Sequence[Flags]) -> dict[s
         **{f"agent/{name}": float(every[name].sum()) for name in SUMS if name in every},
         **{f"{FIGURES}{name}": mean for name, mean in _figures(used).items()},
         **_teacher_metrics(every),
+        **({f"rollout/{PER_PASS}": float(used[PER_PASS].mean())} if len(used.get(PER_PASS, ())) else {}),
     }
 
 

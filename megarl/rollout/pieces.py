@@ -94,6 +94,7 @@ def join(pieces: Sequence[Generation]) -> Generation:
         prompt_tokens=first.prompt_tokens,
         cached_tokens=first.cached_tokens,
         routing=join_routing(pieces),
+        passes=sum(piece.passes or 0 for piece in pieces) or None,
     )
 
 

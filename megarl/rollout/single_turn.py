@@ -10,6 +10,7 @@ from megarl.rollout.asking import Asker, Request, RequestFailedError
 from megarl.rollout.attempt import Attempt, failed_sample
 from megarl.serving.answers import Generation
 
+PER_PASS = "tokens_per_pass"  # in Sample.numbers, of servers that guess ahead
 _STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 
 
@@ -43,5 +44,6 @@ def to_sample(attempt: Attempt, generation: Generation) -> Sample:
             versions=generation.versions,
             status=_STATUS[generation.finish],
             routing=generation.routing,
+            numbers={PER_PASS: len(generation.token_ids) / generation.passes} if generation.passes else {},
         )
     )

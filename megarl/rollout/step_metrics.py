@@ -123,7 +123,8 @@ def refuse_grades(where: str, failures: int, answered: int, first: str, most: fl
     if failures > most * answered:
         raise UnusableError(
             f"{where}: {failures} of {answered} grades failed, and reward.max_failed_share is {most:g}. "
-            f"The first: {first}. Mend the grader, or raise the bound: samples without a grade are left out."
+            f"The first: {first}. Mend the grader, or raise the bound: samples without a grade are left out. After editing a "
+            "function of yours give --discard-journal too: grades of the function as it was are not trained on."
         )
 
 

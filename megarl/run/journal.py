@@ -96,6 +96,7 @@ ROWS_PATH, LENGTH = "data.train", "train.steps"
 # Which model lies at each path: the key's -> the name of its fingerprint.
 FINGERPRINTS = {key: f"{key.removesuffix('.path')}'s fingerprint" for key in MODELS}
 OF_ROWS = f" of the rows of {ROWS_PATH}"
+SOURCE = "source of "  # before a function's path: which file it is in
 PACKAGES = ("torch", "megatron-core")
 SHOWN = 5  # differences
 
@@ -114,7 +115,7 @@ def made_with(recipe: Recipe, digests: Digests = NO_DIGESTS) -> dict[str, Any]:
     named = (text for name, value in values.items() if name in found for text in _texts(value))
     for text in named:
         if (match := FUNCTION.fullmatch(text)) and (source := _source(match[1])) is not None:
-            found[f"source of {text}"] = sum_file(source).crc32
+            found[f"{SOURCE}{text}"] = sum_file(source).crc32
     weights = sorted([*recipe.model.path.glob("*.safetensors"), recipe.model.path / "config.json"])
     found["model's files"] = [f"{path.name}: {path.stat().st_size} bytes" for path in weights if path.exists()]
     folders = {key: Path(values[key]) for key in MODELS if values.get(key) is not None}
@@ -158,13 +159,13 @@ def check_journal(recipe: Recipe, digests: Digests, taught: Sequence[float] = ()
         and not among(name, unread)
     ]
     if changed or other_teacher:
-        told = [f"  {name} was {before.get(name)!r} and is {now.get(name)!r}" for name in changed[:SHOWN]]
+        told = [f"  {_difference(name, before, now)}" for name in changed[:SHOWN]]
         told += other_teacher
         more = [f"  and {len(changed) - SHOWN} more"] if len(changed) > SHOWN else []
         raise UserError(
             "\n".join(
                 [
-                    f"{folder}, which has the samples since the last checkpoint, was written by a run that would not train on "
+                    f"{folder}, which has the samples of its last steps, was written by a run that would not train on "
                     "them as this one does:",
                     *told,
                     *more,
@@ -172,6 +173,12 @@ def check_journal(recipe: Recipe, digests: Digests, taught: Sequence[float] = ()
                 ]
             )
         )
+
+
+def _difference(name: str, before: dict[str, Any], now: dict[str, Any]) -> str:
+    if name.startswith(SOURCE) and name in before and name in now:
+        return f"the file of {name.removeprefix(SOURCE)} was edited"
+    return f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
 
 
 def _other_teacher(before: Sequence[float], now: Sequence[float]) -> list[str]:

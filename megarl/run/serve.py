@@ -24,6 +24,7 @@ from megarl.core.janitor import RUN_ID_VARIABLE, register_segments
 from megarl.core.platform import get_platform, num_local_devices
 from megarl.core.scratch import Scratch, temporary
 from megarl.data.chat import has_chat_template, load_tokenizer
+from megarl.data.image_places import spellings
 from megarl.models.layout_check import check_server_layout
 from megarl.recipe.agent import PARSERS
 from megarl.rollout.asking import Asker
@@ -39,7 +40,6 @@ from megarl.training.run_checkpoints import Checkpoints
 Dtype = Literal["float32", "bfloat16"]
 KV_TOKENS = 65536  # where SGLang cannot size its cache itself
 MOST_AT_ONCE = 64
-BLIND = "megarl serve shows none to its model"
 ANSWER_S = 3600.0  # longest answer
 LOOK_S = 0.5
 
@@ -96,9 +96,9 @@ def run_serve(settings: ServeSettings) -> None:
             name = settings.name or settings.path.resolve().name
             if not has_chat_template(tokenizer):
                 console.print("The tokenizer has no chat template: completions alone are answered.", markup=False)
-            run_interruptibly(
-                _serve(settings, server, Model(name, tokenizer, parser, Observer(blind=BLIND)), context, console)
-            )
+            sight = config.vision
+            observer = Observer(sight, spellings(tokenizer, sight) if sight is not None else ())
+            run_interruptibly(_serve(settings, server, Model(name, tokenizer, parser, observer), context, console))
         finally:
             server.stop()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from megarl.models.lora_served import ServedLora
 from megarl.recipe.rollout_rules import longest_served
 from megarl.recipe.schema import Recipe
+from megarl.recipe.speculation_rules import has_draft
 from megarl.serving.server import ServerSpec
-from megarl.serving.server_models import ROUTING
+from megarl.serving.server_models import KEPT_DRAFT, ROUTING
 
 
 def server_spec(recipe: Recipe, *, lora: ServedLora | None = None, threads: int | None = None) -> ServerSpec:
@@ -27,5 +28,13 @@ def server_spec(recipe: Recipe, *, lora: ServedLora | None = None, threads: int 
         lora=lora,
         tower_learns=not recipe.actor.optimizer.freeze_vision_tower,
         threads=threads,
-        extra=(*settings.server_args, *((ROUTING,) if recipe.actor.routing_replay else ())),
+        extra=(*settings.server_args, *_own_flags(recipe)),
     )
+
+
+def _own_flags(recipe: Recipe) -> list[str]:
+    """Flags of SGLang that follow from other keys."""
+    flags = [ROUTING] if recipe.actor.routing_replay else []
+    # Syncs send the policy's weights alone: a draft's would be gone with the memory that is given back.
+    kept = "weights" in recipe.rollout.offload and has_draft(recipe.rollout.server_args)
+    return [*flags, KEPT_DRAFT] if kept else flags

@@ -28,6 +28,7 @@ from megarl.recipe.rollout_rules import longest_served
 from megarl.recipe.run import Run
 from megarl.recipe.schema import Recipe
 from megarl.rewards.check import read_key
+from megarl.run.draft_check import check_draft
 from megarl.run.images_check import check_seeing_servers
 from megarl.run.rope_check import check_served_rope
 from megarl.serving.server_flags import SPARE_TOKENS, check_server_args
@@ -79,6 +80,7 @@ def check_servers(
     _check_stored_dtype("`model.path`", recipe.model.path, model, recipe.model.dtype)
     check_served_rope("`model.path`", recipe.model.path, model)
     check_seeing_servers(recipe, model)
+    check_draft(recipe, model)
     if recipe.agent is not None:
         check_calls("`agent.tool_parser`", recipe.agent.tool_parser, model)
     if not own_weights:
@@ -89,11 +91,7 @@ def check_servers(
     external = recipe.rollout.external
     if external is None or not here:
         return None
-    from megarl.serving.external import (
-        ModelFacts,
-        check_external,
-        probe_ids,
-    )  # with a client, which takes a while to load
+    from megarl.serving.external import ModelFacts, check_external, probe_ids  # with a client: it takes a while to load
 
     key = read_key(external.key_env, KEY) or ""
     if not key:

@@ -53,6 +53,7 @@ class Generation:
     distribution. text: without special tokens. versions: which weights generated which of the tokens.
     routing: [P + R - 1, layers x k], the experts chosen for each token but the last, where they were asked for.
     matched: the token or the string that ended it, which the text leaves out; None where neither did.
+    passes: of the policy that gave these tokens, where the server guesses ahead (speculative decoding); else None.
 
     One that ends with `abort` has what there was: every token with its log-prob and its version. Its last token was not
     looked at any more: it may be an end token.
@@ -67,6 +68,7 @@ class Generation:
     cached_tokens: int
     routing: RoutingArray | None = None
     matched: int | str | None = None
+    passes: int | None = None
 
     def first(self, count: int) -> Generation:
         """The first so many tokens, with what belongs to them; the text stays that of the whole."""
@@ -131,6 +133,7 @@ def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = Fal
         cached_tokens=field(counts, "cached_tokens", int, where, "meta_info."),
         routing=routing,
         matched=matched if isinstance(matched, (int, str)) else None,
+        passes=passes if isinstance(passes := meta.get("spec_verify_ct"), int) else None,
     )
 
 

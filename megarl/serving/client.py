@@ -39,10 +39,11 @@ ATTEMPTS = 8  # over 20 seconds: a router that died is back by then
 STRAGGLERS_S = 2.0, 4.0  # what was ended is gone within moments; what is not came later, and is ended as well
 # The router's answer where it sees no living server at the moment.
 UNAVAILABLE = 503
-
 # An answer of 8,192 tokens has about 350 kB: one that fits is not read in many starts and stops.
 READ_BYTES = 2**20
 JSON = {"Content-Type": "application/json"}
+# Of a weight update: SGLang would load the same tensors into a draft, which guesses ahead.
+OF_MODEL = {"selector": "target"}
 
 Tokens = Sequence[int] | TokenArray
 # What a pause does to requests that run; see `ServerClient.pause`.
@@ -285,7 +286,7 @@ class ServerClient:
 
     async def begin_weight_update(self, deadline_s: float = CALL_S) -> None:
         """Open the session without which an update is refused."""
-        await self._post("/begin_weight_update", {}, deadline_s)
+        await self._post("/begin_weight_update", OF_MODEL, deadline_s)
 
     async def end_weight_update(self, deadline_s: float = CALL_S) -> None:
         """Close the session."""
@@ -316,7 +317,7 @@ class ServerClient:
         A server that is paused with requests held `in_place` dies of that: False keeps their KV, which the old weights made, and
         every cached prefix with it. One that is not paused waits until no request runs; a paused one loads at once.
         """
-        body = {
+        body = OF_MODEL | {
             "names": list(names),
             "dtypes": list(dtypes),
             "shapes": [list(shape) for shape in shapes],
@@ -335,7 +336,7 @@ class ServerClient:
         payloads: for each tensor-parallel rank of the server, a pickled description of the memory in base64; SGLang's
         unpickler lets little through (`sync/segments.py` makes them). flush_cache: see `update_from_distributed`.
         """
-        body = {"serialized_named_tensors": list(payloads), "load_format": "flattened_bucket"}
+        body = OF_MODEL | {"serialized_named_tensors": list(payloads), "load_format": "flattened_bucket"}
         await self._post("/update_weights_from_tensor", body | {"flush_cache": flush_cache}, deadline_s)
 
     async def update_from_disk(

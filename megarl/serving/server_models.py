@@ -94,6 +94,7 @@ IMAGE_FLAGS = (
 )
 # A server that gives the memory of its weights back gets those of the text from the trainer, and of the rest has a copy.
 KEPT_WEIGHTS = "--enable-weights-cpu-backup"
+KEPT_DRAFT = "--enable-draft-weights-cpu-backup"
 # SGLang's own: a prompt's tokens are those that were sent; and MiB of a device for what the tower said, for prompts that are cut
 # into chunks and for samples that begin later: of 10,000 tokens of 4096 numbers it is 80, and of Qwen3-VL four times that.
 SEEN_MB = "SGLANG_VLM_CACHE_SIZE_MB"

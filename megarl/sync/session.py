@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from megarl.core.errors import MegarlError, SyncError
-from megarl.serving.client import ServerClient, ServerEndpoint
+from megarl.serving.client import OF_MODEL, ServerClient, ServerEndpoint
 from megarl.serving.external import check_run
 
 Clients = dict[str, ServerClient]
@@ -74,7 +74,7 @@ async def begin(client: ServerClient, end: float) -> None:
     if client.endpoint.loader:
         body = {"serialized_named_tensors": [NO_TENSORS] * client.endpoint.tp, "load_format": client.endpoint.loader}
         # The buckets that follow forget cached prefixes, where these may be forgotten.
-        await client.ask("/update_weights_from_tensor", body | {"flush_cache": False}, left(end))
+        await client.ask("/update_weights_from_tensor", body | OF_MODEL | {"flush_cache": False}, left(end))
 
 
 async def commit(client: ServerClient, version: int, end: float) -> None:
@@ -87,7 +87,7 @@ async def commit(client: ServerClient, version: int, end: float) -> None:
 async def meet(client: ServerClient, end: float) -> None:
     """Return once every rank of a server has done what it was asked before, on its device as well."""
     # Each gives the first its hashes; here of no tensor, since the name of every one holds the empty one.
-    await client.ask("/weights_checker", {"action": "checksum", "skip_tensor_list": [""]}, left(end))
+    await client.ask("/weights_checker", OF_MODEL | {"action": "checksum", "skip_tensor_list": [""]}, left(end))
 
 
 async def everyone(clients: Clients, call: Callable[[ServerClient], Awaitable[None]]) -> Failures:

@@ -74,8 +74,7 @@ def build_role(config: ModelConfig, spec: RoleSpec, groups: Groups, platform: Pl
         aux_loss_coef=spec.aux_loss_coef,
     )
     if config.vision is not None and config.vision.tower:
-        loads, again = spec.load_weights, spec.recompute == "full"
-        add_tower(chunks, spec.folder, dtype, platform.device, loads=loads, recomputed=again)
+        add_tower(chunks, spec.folder, dtype, platform.device, recomputed=spec.recompute == "full")
     if wide := wide_parameters(config, layer_spec(chunks), spec.dtype, spec.stored):
         hold_in_float32(chunks, wide, groups.layout, groups.rank)
     if spec.load_weights:

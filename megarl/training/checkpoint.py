@@ -25,17 +25,16 @@ from megarl.core.errors import MegarlError, UserError
 from megarl.core.layout import Layout
 from megarl.core.versions import installed
 from megarl.models.all_gather import all_gather_objects
+from megarl.models.carried import carried
 from megarl.models.config import ModelConfig
 from megarl.models.hf_beside import copy_beside
 from megarl.models.hf_dtypes import ModelDtype, StoredDtype
-from megarl.models.hf_save import CONFIG, write_config
+from megarl.models.hf_save import CONFIG, write_carried, write_config
 from megarl.models.hf_weights import BUFFERS
-from megarl.models.tensor_copy import write_tensors
-from megarl.models.tower_files import tower_index
 from megarl.recipe.roles import Lora, Optimizer
 from megarl.recipe.section import Section
 from megarl.training.checkpoint_files import RankStrategy, check_metadata
-from megarl.training.manifest import HF_FOLDER, MANIFEST, TOWER, Manifest, read_manifest
+from megarl.training.manifest import CARRIED, HF_FOLDER, MANIFEST, Manifest, read_manifest
 from megarl.training.optimizer_state import OptimizerState
 
 # How torch says that the system takes no more of a file; of small common data, before anybody's own file is begun.
@@ -109,7 +108,7 @@ class PendingSave:
         try:
             self._strategy.complete(self._folder)
             self._describe(sums)
-        except OSError as error:
+        except (OSError, UserError) as error:
             return _failure(error)
         return None
 
@@ -130,8 +129,8 @@ class PendingSave:
         config = self._meta.config
         write_config(self._meta.source / CONFIG, target / CONFIG, self._meta.dtype, config)
         copy_beside(self._meta.source, target, sees=config.vision is not None)
-        if config.vision is not None and not config.vision.tower:  # else it is in the weights
-            write_tensors(target / TOWER, tower_index(self._meta.source))
+        if along := carried(self._meta.source, config):
+            write_carried(target / CARRIED, along)
         others = [path for path in sorted(self._folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
         names = [str(path.relative_to(self._folder)) for path in others]
         sums = {**sums, **sum_files(self._folder, [name for name in names if name not in sums])}

@@ -20,10 +20,10 @@ from megarl.core.layout import Layout
 from megarl.models.config import ModelConfig
 from megarl.models.hf_config import parse_model_config
 from megarl.models.hf_dtypes import ModelDtype, StoredDtype
-from megarl.models.rules import TOWER as TOWER_PART
+from megarl.models.rules import TOWER
 
 MANIFEST, HF_FOLDER = "megarl.json", "hf"
-TOWER = "tower.safetensors"  # beside that config, of a model that sees images: what is not of its text part
+CARRIED = "carried.safetensors"  # beside that config: tensors that are not trained (models/carried.py)
 FORMAT = 1
 UNFINISHED = "The checkpoint was not finished, is damaged, or is not one of megarl's."
 
@@ -73,8 +73,8 @@ class Manifest:
     @property
     def tower(self) -> dict[str, tuple[int, ...]]:
         """Of a vision tower that learned: names behind `visual.`, and shapes."""
-        of_model = {name: each for name, each in self.tensors.items() if name.startswith(TOWER_PART)}
-        return {name.removeprefix(TOWER_PART): each.shape for name, each in of_model.items()}
+        of_model = {name: each for name, each in self.tensors.items() if name.startswith(TOWER)}
+        return {name.removeprefix(TOWER): each.shape for name, each in of_model.items()}
 
     def other_state(self, name: str, momentum: float, dtype: ModelDtype) -> dict[str, tuple[Any, Any]]:
         """Why the optimizer's state here is none of an optimizer like this: key of the recipe -> what it was, and what it is now.

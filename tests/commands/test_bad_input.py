@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import signal
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megarl.command_line import main
 from tests.support.bad_input import ALL, PAIRS, Bad, Place, good_place, pairs_place
+from tests.support.command import megarl
 from tests.support.tiny import write_tiny_qwen
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_qwen(tmp_path_factory.mktemp("model"))
-
-
-def megarl(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The command as a shell starts it, in this process: imports are most of what a refusal takes."""
-    out, err = io.StringIO(), io.StringIO()
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder):
-            patch.setattr(sys, "argv", ["megarl", *words])
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 def test_a_process_of_its_own_says_the_same(tmp_path: Path, model_folder: Path) -> None:
@@ -83,6 +64,13 @@ def test_rm_refuses_with_one_paragraph(tmp_path: Path, model_folder: Path, bad: 
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_no_words_at_all_are_answered_with_the_commands(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megarl"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 2
+    assert "Usage: " in run.stdout + run.stderr and "Traceback" not in run.stderr
+
+
 def test_eval_without_held_out_rows(tmp_path: Path, model_folder: Path) -> None:
     place: Place = good_place(tmp_path, model_folder)
     run = megarl("eval", str(place.recipe), folder=tmp_path)
@@ -112,6 +100,17 @@ def test_the_wrong_command_for_a_recipe(tmp_path: Path, model_folder: Path) -> N
         (("profile", "--out", "none/x.yaml"), "--out none/x.yaml cannot be written"),
         (("submit", "{r}", "--slurm", "--dry-run", "--sbatch", "qos"), "--sbatch qos is no option of sbatch"),
         (("train", "{r}", "model.path=OWNER/NAME@v2"), "`hf download OWNER/NAME --revision v2`"),
+        (
+            ("train", "{r}", "--train.steps", "3"),
+            "--train.steps is no option. Keys of the recipe are set without dashes",
+        ),
+        (("train", "{r}", "--actor.optimizer.lr=1e-5"), "without dashes: actor.optimizer.lr=1e-5."),
+        (
+            ("eval", "model"),
+            "is a model's folder. Name a recipe in its place, and the model behind it: model.path=model.",
+        ),
+        (("eval", "model/.."), "is a folder. Name a file in it, such as model/../recipe.yaml."),
+        (("eval", "done"), "such as done/recipe.yaml; behind it model.path=done/hf is what the run has trained."),
         (("recipe", "copy", "quickstart", "."), "quickstart.yaml and quickstart_base.yaml are there already"),
         (
             ("recipe", "copy", "quickstart", "quickstart.yaml/in"),
@@ -146,6 +145,8 @@ def test_slips_of_the_first_hour(
     place = good_place(tmp_path, model_folder)
     for name in ("quickstart.yaml", "quickstart_base.yaml"):
         (tmp_path / name).touch()
+    (tmp_path / "done" / "hf").mkdir(parents=True)
+    shutil.copy(place.model / "config.json", tmp_path / "done" / "hf")
     run = megarl(*(word.replace("{r}", str(place.recipe)) for word in words), folder=tmp_path)
     assert_one_paragraph(run)
     assert says in run.stderr

@@ -22,7 +22,7 @@ from megarl.models.hf_files import check_weights
 from megarl.models.hf_save import save_hf
 from megarl.models.rules import expected_tensors
 from megarl.models.tower_files import tower_index
-from megarl.training.manifest import HF_FOLDER, TOWER, read_manifest
+from megarl.training.manifest import CARRIED, HF_FOLDER, read_manifest
 from megarl.training.rank import Rank
 from megarl.training.spec import ValueObjective
 from tests.convert.forked import Conversions
@@ -64,7 +64,7 @@ def test_there_and_back_to_the_bit(
     )
     assert done.num_verified > 20 and done.differences == ()
     manifest = read_manifest(tmp_path / "mcore")
-    assert f"{HF_FOLDER}/{TOWER}" in manifest.files and f"{HF_FOLDER}/preprocessor_config.json" in manifest.files
+    assert f"{HF_FOLDER}/{CARRIED}" in manifest.files and f"{HF_FOLDER}/preprocessor_config.json" in manifest.files
     again = forked.reshard(tmp_path / "mcore", tmp_path / "other", pp=2)
     assert again.differences == ()
     back = forked.mcore_to_hf(tmp_path / "other", tmp_path / "back", verify=True)
@@ -151,7 +151,7 @@ def test_a_tower_that_learned_is_written_with_the_model(
         in_newer_names(source)
     saved = tmp_path / "saved"
     expected = learned(rank, source, saved, dtype, head)
-    assert not (saved / HF_FOLDER / TOWER).exists()
+    assert not (saved / HF_FOLDER / CARRIED).exists()
     axes = {"ep": 2} if "Moe" in architecture else {"tp": 2}
     again = forked.reshard(saved, tmp_path / "other", **axes)
     assert again.differences == ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.core.words import last_value
+from megarl.core.words import last_value, with_article
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,8 @@ from megarl.core.words import last_value
 )
 def test_the_last_one_counts(words: list[str], value: str | None) -> None:
     assert last_value(words, "--share") == value
+
+
+@pytest.mark.parametrize(("noun", "whole"), [("int", "an int"), ("Array", "an Array"), ("str", "a str")])
+def test_a_noun_has_its_article(noun: str, whole: str) -> None:
+    assert with_article(noun) == whole

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,22 @@ def test_what_a_user_says_is_not_taken_for_a_rendering(tmp_path: Path, template:
     says = ["What is behind <|im_start|>assistant here?", "> assistant"]
     path = write(tmp_path, *({"prompt": each, "answer": "2"} for each in says))
     assert len(load_prompts(path, make_tokenizer(chat_template=template), data(path))) == 2
+
+
+@pytest.mark.parametrize("dump", [json.dumps, repr])
+def test_messages_that_a_table_has_made_text_are_refused(
+    tmp_path: Path, chat_tokenizer: Any, plain_tokenizer: Any, dump: Callable[[object], str]
+) -> None:
+    messages = dump([{"role": "user", "content": "1+1?\n[2]"}])
+    path = write(tmp_path, {"prompt": "1+1?", "answer": "2"}, {"prompt": messages, "answer": "2"})
+    for tokenizer in (chat_tokenizer, plain_tokenizer):
+        with pytest.raises(
+            UserError, match=r"line 2: the prompt is text that holds a list of chat messages, .*list itself"
+        ):
+            load_prompts(path, tokenizer, data(path))
+    says = ['[{"name": "x"}] has which role?', '["role"]', f"What is in {messages}?"]
+    path = write(tmp_path, *({"prompt": each, "answer": "2"} for each in says))
+    assert len(load_prompts(path, chat_tokenizer, data(path))) == 3
 
 
 CALLING = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from megarl.core import janitor
 from tests.end_to_end.harness import RECIPE, Driver
 from tests.support.fake_graders import FakeJudge, FakeRemote, in_thread
+from tests.support.further import add_further, same_bytes, stored
 from tests.support.processes import heed_interrupts
 from tests.support.terminal import BELOW_A_SHELL, Terminal
 
@@ -65,6 +67,23 @@ def test_sft_lowers_the_loss_and_its_export_can_be_evaluated(inputs: Path, monke
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[-1]["sft/loss"] < rows[0]["sft/loss"] - 0.5
     evaluate(inputs, run / "hf", monkeypatch)
+
+
+def test_what_a_run_does_not_train_comes_out_as_it_went_in(inputs: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(inputs / "model", tmp_path / "model"))
+    names = add_further(model, "qwen3")
+    before = stored(model)
+    recipe = tmp_path / "sft.yaml"
+    recipe.write_text(SFT_RECIPE.format(folder=inputs))
+    words = ("run.name=carried", f"model.path={model}", "train.steps=2", "train.save_every=2")
+    done = megarl("sft", str(recipe), *words, "cluster.devices=2", "actor.parallel.tp=2")
+    assert done.returncode == 0, done.stderr
+    run = inputs / "runs" / "carried"
+    after = stored(run / "hf")
+    assert after.keys() == before.keys()
+    assert same_bytes(*({name: each[name] for name in names} for each in (after, before)))
+    kept = stored(run / "checkpoints" / "step_000002" / "actor" / "hf")
+    assert same_bytes(kept, {name: before[name] for name in names})
 
 
 def evaluate(inputs: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

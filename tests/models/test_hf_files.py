@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megarl.core.errors import UserError
 from megarl.models.hf_config import load_model_config
-from megarl.models.hf_files import INDEX, check_weights, read_index, weight_files
+from megarl.models.hf_files import check_weights, read_index
 from megarl.models.rules import expected_tensors
+from megarl.models.weight_files import INDEX, weight_files
 from tests.support.tiny import write_tiny_model
 
 

@@ -29,7 +29,9 @@ from megarl.placement.weight_sync import sync_seconds
 from megarl.placement.workload import ROLLOUT, Workload
 from megarl.run.plan import PlanOptions, run_plan
 from tests.placement.samples import GRPO, LLAMA_7B, QWEN_7B, workload, write_config
+from tests.support.command import megarl
 
+ROOT = Path(__file__).parents[2]
 CLUSTER = make_cluster("H100", 2)
 
 
@@ -250,14 +252,12 @@ def test_tables_json_and_page_show_every_role() -> None:
     assert "http" not in drawn and "<script" not in drawn
 
 
-def plan_command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "megarl", "plan", *words], capture_output=True, text=True, check=False)
-
-
 def test_the_command_plans_from_config_json_alone(tmp_path: Path) -> None:
     html = tmp_path / "plan.html"
     model = f"model.path={write_config(tmp_path)}"
-    run = plan_command("recipes/quickstart.yaml", model, "--device", "H20", "--json", "--html", str(html))
+    command = [sys.executable, "-m", "megarl", "plan", "recipes/quickstart.yaml", model]
+    options = ["--device", "H20", "--json", "--html", str(html)]
+    run = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     plan = json.loads(run.stdout)
     band = plan["lengths"]["step_s"]
@@ -358,7 +358,7 @@ def test_lengths_are_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_the_command_refuses_with_one_paragraph(tmp_path: Path, words: list[str], part: str) -> None:
-    run = plan_command("recipes/quickstart.yaml", f"model.path={write_config(tmp_path)}", *words)
+    run = megarl("plan", "recipes/quickstart.yaml", f"model.path={write_config(tmp_path)}", *words, folder=ROOT)
     assert run.returncode == 2
     assert part in run.stderr
     assert "Traceback" not in run.stderr

@@ -21,6 +21,7 @@ TOP = ("algorithm.policy_loss=distill_top", "teacher.path=m")
 SERVED = ("algorithm.policy_loss=distill", "teacher.servers.urls=['http://127.0.0.1:1']")
 DISTILLED = ("algorithm.advantage=distill", "teacher.path=m")
 DETERMINISTIC = ("rollout.deterministic=true", "cluster.platform=cpu")
+GUESSES = ("cluster.platform=cuda",)
 REMOTE = "reward.graders.x={kind: remote, url: 'http://h'}"
 EXTERNAL = "rollout.servers.urls=['http://127.0.0.1:1']"
 UNREAD = [
@@ -550,6 +551,32 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
         (
             [*DETERMINISTIC, "rollout.server_args=[--speculative-algorithm=EAGLE]"],
             "--speculative-algorithm=EAGLE. Remove",
+        ),
+        *(
+            ([*GUESSES, *overrides, f"rollout.server_args=[{words}]"], says)
+            for words, overrides, says in (
+                ("--speculative-accept-threshold-single, '0.5'", [], "with --speculative-accept-threshold-single"),
+                (
+                    "--speculative-accept-threshold-acc=0.5",
+                    [],
+                    "with --speculative-accept-threshold-acc=0.5 servers keep",
+                ),
+                (
+                    "--speculative-algorithm, ngram",
+                    ["actor.routing_replay=true"],
+                    "SGLang does not say for every token",
+                ),
+                (
+                    "--speculative-algorithm=eagle",
+                    ["sync.transport=disk"],
+                    "with --speculative-algorithm EAGLE in rollout",
+                ),
+                (
+                    "--speculative-algorithm, NEXTN",
+                    ["rollout.quantization=fp8", "model.dtype=bfloat16"],
+                    "set it to NGRAM, which has no draft; or set this to null",
+                ),
+            )
         ),
         (
             [*DETERMINISTIC, "rollout.server_args=[--attention-backend, triton]"],

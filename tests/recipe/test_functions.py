@@ -113,7 +113,7 @@ def test_what_needs_no_role_needs_none(name: Any) -> None:
         (Algorithm(advantage="distill"), "asks for teacher_logprobs, which only a teacher can give"),
         (Algorithm(advantage="no_such_package.at:all"), "there is no module 'no_such_package'"),
         (Algorithm(advantage=mine("by_medium")), "Did you mean 'by_median'"),
-        (Algorithm(advantage=mine("NOT_A_FUNCTION")), "it is a int, not a function"),
+        (Algorithm(advantage=mine("NOT_A_FUNCTION")), "it is an int, not a function"),
         (Algorithm(advantage=mine("nothing_to_work_on")), "asks for none of"),
         (Algorithm(policy_loss=mine("gains_only")), "parameters that nothing fills: floor"),
         (Algorithm(advantage=mine("by_median"), settings={"scal": 2.0}), "algorithm.settings has scal"),

@@ -6,10 +6,10 @@ collector with a client that answers at once, Megatron on one rank (tests/suppor
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -113,10 +113,12 @@ def runs_in(root: Path) -> Iterator[Runs]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADER_KEY", "secret")
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        # The same for every run: the recipes in the world, and what is installed.
-        read = cache(source._read_file)
-        patch.setattr(source, "_read_file", lambda *where: deepcopy(read(*where)))
-        patch.setattr(journal, "installed", cache(journal.installed))
+        # The same for every run: the recipes in the world and its models, what is installed, and which keys samples depend on.
+        first = source._read_file
+        read = cache(lambda *where: pickle.dumps(first(*where)))
+        patch.setattr(source, "_read_file", lambda *where: pickle.loads(read(*where)))
+        for name in ("installed", "fingerprint", "_harmless"):
+            patch.setattr(journal, name, cache(getattr(journal, name)))
         yield Runs(root, engines)
     engines.close()
 
@@ -153,7 +155,13 @@ def test_every_key_has_a_value_to_try(command: str) -> None:
 
 
 # The same section, in the same hands, is gone through in all its configurations for `sft`, and for the actor of `train`.
-SEEN_ELSEWHERE = [("rm", "actor."), ("dpo", "actor."), ("kto", "actor."), ("train", "critic.optimizer.")]
+OF_SFT = ("actor.", "cluster.", "deadlines.", "model.", "report.", "run.", "train.")
+SEEN_ELSEWHERE = [
+    *((command, name) for command in ("rm", "dpo", "kto") for name in OF_SFT),
+    *((command, "reference.parallel.") for command in ("dpo", "kto")),
+    *(("train", f"{role}.parallel.") for role in ("reference", "critic", "reward_model", "teacher")),
+    ("train", "critic.optimizer."),
+]
 SECTIONS = [
     (command, section) for command in KINDS for section in dict.fromkeys(key.split(".")[0] for key in keys_of(command))
 ]

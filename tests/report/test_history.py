@@ -57,7 +57,13 @@ def test_broken_lines_are_named(file: Path, line: str, says: str) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="does not exist") as refused:
+        read_history(tmp_path / "metrics.jsonl")
+    assert "Runs in" not in str(refused.value)
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match=f"Runs in {tmp_path}: {tmp_path}/a, {tmp_path}/b"):
         read_history(tmp_path / "metrics.jsonl")
 
 

@@ -56,7 +56,7 @@ def test_a_function_that_wraps_another_is_given_what_it_takes_itself() -> None:
         ("/home/me/own.py:share", r"as Python imports it: 'own', from"),
         ("../own.py:share", r"as Python imports it: 'own', from"),
         ("grading:shar", r"grading\.py has no 'shar'\. Did you mean 'share'\?"),
-        ("grading:constant", "it is a int; wanted is a function"),
+        ("grading:constant", "it is an int; wanted is a function"),
         ("grading:Keyword", "it is a type; wanted is a function"),
         (
             "grading:wrong",

@@ -2,6 +2,7 @@ import asyncio
 import functools
 import math
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from megarl.rewards.grade import MOST_SHOWN, Grade, Item
 from megarl.rewards.resolve import resolve_reward
 from megarl.rewards.worker import Loop
 
+LINE = re.compile(r" \([^()]+\.py, line \d+\)$")
 naughty = resolve_reward("grading:naughty", Path(__file__).parent)
 
 
@@ -47,7 +49,22 @@ class Odd:
     ],
 )
 def test_a_grade_or_why_there_is_none(response: str, result: tuple[float, str | None]) -> None:
-    assert grade(naughty, "", response, "", {}) == Grade(*result)
+    found = grade(naughty, "", response, "", {})
+    assert (found.reward, found.failure and LINE.sub("", found.failure)) == result
+
+
+def test_an_error_is_told_with_the_line_of_the_users_that_it_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path(__file__).with_name("grading.py").read_text().splitlines()
+    (line,) = (number for number, text in enumerate(source, 1) if 'ValueError("boom")' in text)
+    monkeypatch.chdir(Path(__file__).parent)
+    assert grade(naughty, "", "raise", "", {}).failure == f"error: ValueError: boom (grading.py, line {line})"
+    monkeypatch.chdir("/")
+
+    def rude(response: str, **_: object) -> float:
+        raise RuntimeError(response)
+
+    failure = grade(rude, "", "x" * 10_000, "", {}).failure
+    assert failure is not None and len(failure) == MOST_SHOWN and f"... ({__file__[1:]}, line " in failure
 
 
 @pytest.mark.parametrize("value", [np.float32(0.25), np.array(0.25), 0.25])
@@ -81,7 +98,7 @@ def test_a_coroutine_is_waited_for_on_one_loop_and_its_errors_are_the_functions(
         for function in (later, functools.wraps(later)(lambda **given: later(**given))):
             assert worker.grade(function, loop.run, Item("", "2", "")) == Grade(0.5)
             failure = worker.grade(function, loop.run, Item("", "0", "")).failure
-            assert failure == "error: ZeroDivisionError: float division by zero"
+            assert failure is not None and LINE.sub("", failure) == "error: ZeroDivisionError: float division by zero"
         assert len(loops) == 1
         nested = worker.grade(lambda **given: asyncio.run(later(**given)), loop.run, Item("", "1", ""))
         assert nested == Grade(1.0)
@@ -114,14 +131,6 @@ def test_figures_beside_the_score_are_numbers_by_names_that_metrics_can_have() -
     assert list(said({f"k{number:02}": number for number in reversed(range(20))})) == [f"k{n:02}" for n in range(16)]
     assert grade(lambda **_: 0.5, "", "", "", {}).figures == {}
     assert grade(lambda **_: {"score": "none", "acc": 1}, "", "", "", {}).figures == {}, "of what has no score"
-
-
-def test_a_long_error_is_cut() -> None:
-    def verbose(**_: object) -> float:
-        raise ValueError("x" * sys.getrecursionlimit() * 100)
-
-    failure = grade(verbose, "", "", "", {}).failure
-    assert failure is not None and len(failure) == MOST_SHOWN
 
 
 def test_what_is_needed_later_is_imported_by_a_thread_that_stands_back(

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from megarl.core.metrics import check_names
 from megarl.core.types import Prompt, Sample, Status, VersionSpan
+from megarl.rollout.episode_metrics import episode_metrics
+from megarl.rollout.facts import GroupFacts
+from megarl.rollout.single_turn import PER_PASS
 from megarl.serving.client import ServerClient
 from megarl.serving.sampling import Sampling
 from tests.support.fake_sglang import FakeSglang, generation
@@ -65,3 +70,37 @@ def test_what_no_server_answers_is_a_failed_sample_that_says_why(kind: str, reas
     assert sample.status is Status.FAILED
     assert reason in sample.metadata["failure"]
     assert len(sample.response_ids) == len(sample.loss_mask) == len(sample.rollout_logprobs) == 0
+
+
+@pytest.mark.parametrize(("told", "numbers"), [(2, {PER_PASS: 1.5}), (None, {}), (0, {}), ("2", {})])
+def test_where_a_server_guesses_ahead_it_is_counted_how_far(told: object, numbers: dict[str, float]) -> None:
+    answer = generation([5, 6, 2])
+    answer["meta_info"] |= {} if told is None else {"spec_verify_ct": told}
+    sample = sample_from(lambda: FakeSglang(answer=lambda _: answer))
+    assert sample.numbers == numbers
+
+
+def test_how_far_servers_guess_is_a_metric_of_the_step() -> None:
+    values = {PER_PASS: np.array([1.5, 2.5, np.nan, 9.0])}
+    facts = [replace(sample_facts_of(4), numbers=values)]
+    found = episode_metrics(facts, [np.array([True, True, True, False])])
+    assert found == {f"rollout/{PER_PASS}": 2.0}
+    check_names(found)
+
+
+def sample_facts_of(count: int) -> GroupFacts:
+    """A group of which nothing is of interest."""
+    zeros, none = np.zeros(count, np.int64), np.zeros(count, bool)
+    return GroupFacts(
+        group=0,
+        prompt_tokens=zeros,
+        response_tokens=zeros,
+        trained_tokens=zeros,
+        rewards=np.zeros(count, np.float32),
+        mean_nll=np.zeros(count, np.float32),
+        usable=~none,
+        truncated=none,
+        failed=none,
+        ungraded=none,
+        spans=((),) * count,
+    )

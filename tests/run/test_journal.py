@@ -175,7 +175,7 @@ def test_a_reward_that_was_written_anew_is_refused(tmp_path: Path, monkeypatch: 
     begin_journal(recipe, ROWS, keeps=False)
     check_journal(recipe, ROWS)
     code.write_text(code.read_text().replace("1.0", "2.0"))
-    with pytest.raises(UserError, match="source of my_reward_of_the_journal:score was "):
+    with pytest.raises(UserError, match="the file of my_reward_of_the_journal:score was edited"):
         check_journal(recipe, ROWS)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megarl.core.errors import UserError
 from megarl.core.types import Image, Prompt
@@ -234,6 +235,21 @@ def test_a_tower_that_is_not_the_configs_is_found_before_a_device_is_taken(place
         checked(place, f"model.path={tower}")
     with pytest.raises(UserError, match=found):
         preflight_supervised(supervised(place, f"model.path={tower}").recipe)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_weights_of_a_tower_under_other_names_are_found_before_a_device_is_taken(place: Place, learns: bool) -> None:
+    """Of as many numbers as the config's tower has."""
+    tower = shutil.copytree(place.model, place.root / "tower")
+    tensors = load_file(tower / "model.safetensors")
+    wrong = {name.replace("attn.proj", "attn.out"): each for name, each in tensors.items()}
+    save_file(wrong, tower / "model.safetensors", {"format": "pt"})
+    found = r"tower's weights in .* do not match its config.json. missing: visual.blocks.0.attn.proj.*not in the config: visual.b"
+    given = (f"model.path={tower}", f"actor.optimizer.freeze_vision_tower={str(not learns).lower()}")
+    with pytest.raises(UserError, match=found):
+        checked(place, *given)
+    with pytest.raises(UserError, match=found):
+        preflight_supervised(supervised(place, *given).recipe)
 
 
 def test_a_model_of_text_is_trained_on_rows_that_have_images_besides(tmp_path: Path) -> None:

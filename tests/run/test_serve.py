@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -26,13 +27,11 @@ from megarl.core.janitor import kill_all, segments_of
 from megarl.core.scratch import REGISTRY
 from megarl.run.serve import servable
 from megarl.serving.process import process_tree
+from tests.agents.drawing import data_url
 from tests.support.processes import ended, heed_interrupts
+from tests.support.sight import picture
 from tests.support.tiny import write_tiny_qwen
-
-TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+from tools.make_tiny_vision_model import make_tiny_vision_model
 
 
 @dataclass
@@ -44,8 +43,8 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    model = write_tiny_qwen(tmp_path / "run" / "hf")
-    (model / "chat_template.jinja").write_text(TEMPLATE)
+    """A model that sees."""
+    make_tiny_vision_model(tmp_path / "run" / "hf", kind="qwen3_vl", hidden_size=64, context=2048)
     temp = Path(tempfile.mkdtemp(prefix="t"))
     process = subprocess.Popen(
         [sys.executable, "-m", "megarl", "serve", str(tmp_path / "run"), "--port", "0", "--dtype", "float32"],
@@ -74,10 +73,52 @@ def served(tmp_path: Path) -> Iterator[Served]:
         shutil.rmtree(temp, ignore_errors=True)
 
 
+def answers_are_of_the_images_that_were_sent(client: openai.OpenAI, model: Path) -> None:
+    """As transformers' model would answer of this image, and of another."""
+    images, found = [picture(64, 96), picture(64, 96, 1)], []
+    for image in images:
+        part = {"type": "image_url", "image_url": {"url": data_url(image)}}
+        asked: Any = [{"role": "user", "content": [part, {"type": "text", "text": "1+1"}]}]
+        answer = client.chat.completions.create(model="run", messages=asked, max_tokens=1, n=16, logprobs=True)
+        whole = [choice.logprobs.content for choice in answer.choices if choice.logprobs is not None]
+        found.append([(token.token, token.logprob) for [token] in filter(None, whole)])
+    first, second = (next_logprobs(model, image, "1+1") for image in images)
+    for told, ours, other in ((found[0], first, second), (found[1], second, first)):
+        said = [(token, logprob) for token, logprob in told if token in ours]
+        assert len(told) == 16 and said
+        assert max(abs(ours[token] - logprob) for token, logprob in said) < 1e-4
+        assert max(abs(other[token] - logprob) for token, logprob in said) > 1e-3
+
+
+def next_logprobs(model: Path, image: bytes, text: str) -> dict[str, float]:
+    """Of each token behind an image and a text, as transformers' model has them; of tokens that are no whole character, none."""
+    import torch
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    net = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    patches = Qwen2VLImageProcessorPil.from_pretrained(model)(
+        images=[Image.open(io.BytesIO(image))], return_tensors="pt"
+    )
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+    ids = tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    pad, squares = net.config.image_token_id, int(patches["image_grid_thw"].prod()) // 4
+    place = ids.index(pad)
+    tokens = torch.tensor([[*ids[:place], *[pad] * squares, *ids[place + 1 :]]])
+    with torch.no_grad():
+        scores = net(input_ids=tokens, **patches, mm_token_type_ids=(tokens == pad).int()).logits[0, -1]
+    logprobs = scores.log_softmax(-1).tolist()
+    texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    return {text: logprobs[token] for token, text in enumerate(texts) if texts.count(text) == 1}
+
+
 @pytest.mark.slow
 @pytest.mark.needs("SGLang")
-def test_a_run_is_served_until_ctrl_c_and_nothing_stays(served: Served) -> None:
+def test_a_run_is_served_until_ctrl_c_and_nothing_stays(served: Served, tmp_path: Path) -> None:
     client = served.client
+    answers_are_of_the_images_that_were_sent(client, tmp_path / "run" / "hf")
     assert [model.id for model in client.models.list()] == ["run"]
     messages: list[Any] = [{"role": "user", "content": "1+1=" * 20}]
     usages = []

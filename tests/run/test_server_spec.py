@@ -40,3 +40,18 @@ def test_a_server_that_holds_requests_outlives_the_longest_sync(
 def test_a_server_hears_whether_the_tower_learns(freeze: bool) -> None:
     recipe = load_recipe(RECIPE, (f"actor.optimizer.freeze_vision_tower={str(freeze).lower()}",)).recipe
     assert server_spec(recipe).tower_learns is not freeze
+
+
+@pytest.mark.parametrize(
+    ("guessing", "offload", "kept"),
+    [
+        ("NEXTN", "[weights, kv_cache]", True),
+        ("NEXTN", "[kv_cache]", False),
+        ("NGRAM", "[weights, kv_cache]", False),
+    ],
+)
+def test_a_draft_outlives_its_servers_sleep(guessing: str, offload: str, kept: bool) -> None:
+    """Nobody sends it again."""
+    flags = f"rollout.server_args=[--speculative-algorithm, {guessing}]"
+    spec = server_spec(load_recipe(RECIPE, (f"rollout.offload={offload}", flags)).recipe)
+    assert ("--enable-draft-weights-cpu-backup" in spec.words(get_platform("cuda"), "127.0.0.1", 1)) == kept

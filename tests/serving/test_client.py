@@ -251,7 +251,9 @@ def test_weight_update_calls_say_what_sglang_expects() -> None:
         "/update_weight_version",
         "/destroy_weights_update_group",
     ]
+    assert fake.calls[1][1] == {"selector": "target"}
     assert fake.calls[2][1] == {
+        "selector": "target",  # and no draft
         "names": ["a"],
         "dtypes": ["float32"],
         "shapes": [[2, 3]],

@@ -19,6 +19,7 @@ LONGEST = (
     "tests/end_to_end/test_journal.py",
     "tests/end_to_end/test_disk.py",
     "tests/end_to_end/test_images.py",
+    "tests/end_to_end/test_tower.py",
     "tests/models/test_lora.py",
     "tests/training/test_image_features.py",
     "tests/sync/test_broadcast_ranks.py",

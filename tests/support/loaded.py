@@ -7,7 +7,8 @@ from megarl.core.loading import as_if_missing, without_collection
 from megarl.models.bootstrap import prepare_megatron
 from tests.support.platforms import chosen
 
-MODULES = ("megarl.training.engine", "megarl.training.checkpoint")
+# The last is what torch loads, with sympy, when it first hands gradients to a part of a pass: half a second of each rank.
+MODULES = ("megarl.training.engine", "megarl.training.checkpoint", "torch.fx.experimental.symbolic_shapes")
 
 if not chosen().has_device_memory:  # no copy of a process can use a device that it has used
     with without_collection(), as_if_missing("wandb"), as_if_missing("tensorboard"):

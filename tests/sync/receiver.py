@@ -46,6 +46,7 @@ class Receiver(FakeSglang):
                 return self._error("no weight-update session is open; call begin_weight_update() first")
             self.session = False
         elif path in ("/update_weights_from_distributed", "/update_weights_from_tensor"):
+            assert body["selector"] == "target", "a draft has weights of its own"
             self._buckets += 1
             if self._buckets == self.refuse_bucket:
                 return self._error("out of memory")

@@ -32,10 +32,11 @@ def told(**differs: Any) -> list[tuple[str, Any]]:
 def test_a_server_in_fp8_is_told_what_it_calls_before_weights_come(tp: int) -> None:
     (opened, _), (path, body) = told(tp=tp, loader=LOADER)
     assert (opened, path) == ("/begin_weight_update", "/update_weights_from_tensor")
+    assert body.pop("selector") == "target"
     payloads = body.pop("serialized_named_tensors")
     assert [pickle.loads(base64.b64decode(each)) for each in payloads] == [[]] * tp
     assert body == {"load_format": LOADER, "flush_cache": False}
 
 
 def test_another_server_is_told_of_the_update_alone() -> None:
-    assert [path for path, _ in told()] == ["/begin_weight_update"]
+    assert told() == [("/begin_weight_update", {"selector": "target"})]

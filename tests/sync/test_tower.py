@@ -219,5 +219,5 @@ def test_servers_of_any_size_hold_the_tower_of_a_trainer_at_any_layout(
                 tower=True,
             )
             file, log = job.write(tmp_path / f"{world_size}.json"), tmp_path / f"{world_size}.log"
-            assert ranks.run("tests.sync.hash_ranks", world_size, file, log=log) == "", log.read_text()
+            assert ranks.run("tests.sync.tower_ranks", world_size, file, log=log) == "", log.read_text()
     assert len((tmp_path / ROWS).read_text().splitlines()) == len(TRANSPORTS)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 from megarl.agents.endpoint.asking import ask_all
 from megarl.agents.endpoint.forms import ChatRequest, CompletionRequest, RewardReport
-from megarl.agents.endpoint.model import Model
+from megarl.agents.endpoint.model import NO_ROW, Model
 from megarl.agents.endpoint.refusal import RefusedError
 from megarl.agents.endpoint.replies import Answered
-from megarl.core.types import TokenArray
+from megarl.core.errors import UserError
+from megarl.core.types import Image, TokenArray
 from megarl.rollout.asking import Asker, Request, RequestFailedError
+from megarl.rollout.pictures import EpisodePictures
 from megarl.serving.answers import Generation
 from megarl.serving.sampling import Sampling
 
@@ -27,13 +30,13 @@ class FreeSession:
         """An answer to a conversation. Raises RefusedError."""
         tools = request.tools if request.tool_choice != "none" else None
         template = self._model.template(tools)
-        ids, _, _ = self._model.prompt(template, request.messages)
+        ids, _, images = self._model.prompt(template, request.messages)
         turn = sum(message.role == "assistant" for message in request.messages) + 1
         logprobs = request.wants_logprobs
         try:
             choices = [
                 await self._model.choice(each, logprobs=logprobs, template=template, tools=tools, turn=turn)
-                for each in await self._all(ids, request)
+                for each in await self._all(ids, request, images)
             ]
         except RequestFailedError as error:
             raise RefusedError(str(error), status=500, kind="server_error") from error
@@ -44,6 +47,7 @@ class FreeSession:
         ids = self._model.first_ids(request.text_or_ids)
         if not len(ids):
             raise RefusedError("The prompt has no tokens.", param="prompt")
+        self._model.check_without_places(ids)
         logprobs = request.wants_logprobs
         try:
             choices = [await self._model.choice(each, logprobs=logprobs) for each in await self._all(ids, request)]
@@ -55,7 +59,9 @@ class FreeSession:
         """Raises RefusedError: nothing is trained here."""
         raise RefusedError("Nothing is trained here, and no reward is taken.", code="no_episode")
 
-    async def _all(self, ids: TokenArray, request: ChatRequest | CompletionRequest) -> list[Generation]:
+    async def _all(
+        self, ids: TokenArray, request: ChatRequest | CompletionRequest, images: Sequence[Image] = ()
+    ) -> list[Generation]:
         """All choices, side by side. Raises RefusedError, RequestFailedError."""
         left = self._context - len(ids)
         if left <= 0:
@@ -64,6 +70,7 @@ class FreeSession:
                 code="context_length_exceeded",
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
             )
+        pictures = await self._pictures(images)
         seed = secrets.randbelow(SEEDS) if request.seed is None else request.seed % SEEDS
         asked = [
             Request(
@@ -75,7 +82,18 @@ class FreeSession:
                     stop=request.stops,
                     seed=seed + choice,
                 ),
+                pictures=pictures,
             )
             for choice in range(request.count)
         ]
         return await ask_all(self._asker, asked)
+
+    async def _pictures(self, images: Sequence[Image]) -> EpisodePictures | None:
+        """What goes to the server with the request, and is kept no longer. Raises RefusedError for one that is damaged."""
+        if not images:
+            return None
+        made = EpisodePictures(self._model.observer.pictures(NO_ROW), prompts=False)
+        try:
+            return await made.with_more(images, "messages")
+        except UserError as error:
+            raise RefusedError(str(error), param="messages") from error

@@ -17,6 +17,7 @@ from megarl.agents.endpoint import http
 from megarl.agents.endpoint.free import FreeSession
 from megarl.agents.endpoint.http import Endpoint
 from megarl.agents.endpoint.model import Model
+from megarl.agents.observer import Observer
 from megarl.rollout.asking import Asker
 from megarl.rollout.gate import Gate
 from megarl.serving.client import ServerClient
@@ -33,14 +34,14 @@ CONTEXT = 200
 Call = Callable[[AsyncOpenAI, Endpoint], Awaitable[None]]
 
 
-def served(fake: FakeSglang, call: Call, tokenizer: Any = TOKENIZER) -> None:
-    """A call with the stock client, of an endpoint of nobody's episode."""
+def served(fake: FakeSglang, call: Call, tokenizer: Any = TOKENIZER, observer: Observer | None = None) -> None:
+    """A call with the stock client, of an endpoint of nobody's episode. observer: of a model that sees images."""
 
     async def go() -> None:
         async with fake, ServerClient(fake.endpoint, attempts=3, backoff_s=0.001) as server:
-            model = Model(MODEL, tokenizer, FakeReader())
+            model = Model(MODEL, tokenizer, FakeReader(), observer)
             endpoint = Endpoint(model)
-            session = FreeSession(Asker(server, Gate(8, 1), TOKENIZER.decode, deadline_s=LONG_S), model, CONTEXT)
+            session = FreeSession(Asker(server, Gate(8, 1), tokenizer.decode, deadline_s=LONG_S), model, CONTEXT)
             url = await endpoint.start()
             try:
                 async with AsyncOpenAI(base_url=url, api_key=endpoint.open(session), max_retries=0) as client:

@@ -7,18 +7,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI
 
+from megarl.agents.endpoint.http import Endpoint
 from megarl.agents.environment import Done, EpisodeRow
 from megarl.agents.harness_process import row_json
 from megarl.core.types import Prompt, Sample, Status
+from megarl.data.image_places import collapsed
+from megarl.models.vision import png_size
 from megarl.rollout.journal import Journal, Written
 from megarl.rollout.pictures import Pictures
 from megarl.rollout.tasks import GroupTask
 from tests.agents.drawing import data_url
 from tests.agents.endpoint.harnesses import MODEL, harnessed
+from tests.agents.endpoint.test_http import served
 from tests.agents.looking import END, OBSERVER, SIGHT, TOKENIZER, SeeingPolicy, as_png, assert_seen, row
 from tests.support.sight import picture
 
@@ -188,3 +193,55 @@ def test_completions_have_no_places_of_images_as_they_bring_none() -> None:
     assert sample.status is Status.COMPLETED and sample.numbers["turns"] == 2.0 and sample.shown == ()
     says = f"The prompt has the token {image_token}, which stands for an image or a video, and completions carry none"
     assert len(refused) == 2 and all(says in each for each in refused)
+
+
+def test_who_asks_beside_any_episode_shows_images_too() -> None:
+    """Each request with its own, for all of its choices."""
+    fake = SeeingPolicy()
+
+    async def call(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        first: list[Any] = [{"role": "user", "content": [text("Look: "), image(ONE)]}]
+        answer = await client.chat.completions.create(model=MODEL, messages=first, n=2)
+        more: list[Any] = [answer.choices[0].message, {"role": "user", "content": [image(TWO), text("And now?")]}]
+        again = await client.chat.completions.create(model=MODEL, messages=[*first, *more])
+        assert answer.usage is not None and again.usage is not None
+        found = [answer.usage.prompt_tokens, again.usage.prompt_tokens]
+        ids = [collapsed(np.array(asked, np.int32), SIGHT.image_token).tolist() for asked, _ in fake.seen]
+        assert ids == [asked for asked, _ in fake.seen]  # one token an image, of which a server makes as many as it has
+        squares = [SIGHT.num_tokens(*png_size(as_png(each))) for each in (ONE, TWO)]
+        assert found == [len(ids[0]) - 1 + squares[0], len(ids[2]) - 2 + sum(squares)]
+        await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}])
+
+    served(fake, call, TOKENIZER, OBSERVER)
+    assert [files for _, files in fake.seen] == [(as_png(ONE),)] * 2 + [(as_png(ONE), as_png(TWO)), ()]
+
+
+def test_what_is_no_image_beside_any_episode_is_refused_before_a_server_is_asked() -> None:
+    fake = SeeingPolicy()
+    damaged, long = picture(64, 64)[:3000] + ONE[-12:], [image(picture(16, 12, seed)) for seed in range(15)]
+    says: dict[str, Any] = {
+        "an image that is no data URL": [{"type": "image_url", "image_url": {"url": "https://x/a.png"}}],
+        "message 1, image 1: its bytes cannot be decoded": [image(b"none")],
+        "messages, image 1: its bytes cannot be decoded": [image(damaged)],
+        "spells <|image_pad|>, which the model takes for a place of an image": "Look: <|image_pad|>",
+        "and the model's context is 200 with the answer": long,
+    }
+
+    async def call(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        for found, content in says.items():
+            asked: Any = [{"role": "user", "content": content}]
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(model=MODEL, messages=asked)
+            assert found in str(caught.value)
+        with pytest.raises(openai.BadRequestError, match="and completions carry none"):
+            await client.completions.create(model=MODEL, prompt="a<|image_pad|>")
+
+    served(fake, call, TOKENIZER, OBSERVER)
+    assert fake.seen == []
+
+    async def blind(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        asked: Any = [{"role": "user", "content": [image(ONE)]}]
+        with pytest.raises(openai.BadRequestError, match="an image in the messages, and the model sees no images"):
+            await client.chat.completions.create(model=MODEL, messages=asked)
+
+    served(SeeingPolicy(), blind, TOKENIZER)

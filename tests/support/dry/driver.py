@@ -36,7 +36,7 @@ from megarl.cluster.slots import Slot
 from megarl.core import platform
 from megarl.core.errors import MegarlError, UserError
 from megarl.core.scratch import Scratch
-from megarl.data import pairs, sft
+from megarl.data import pairs, sft, unpaired
 from megarl.data.chat import load_tokenizer
 from megarl.placement import apply
 from megarl.placement.apply import Placed, place
@@ -202,6 +202,7 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
             classify,
             pairs,
             sft,
+            unpaired,
         ):
             patch.setattr(module, "load_tokenizer", tokenizers)
         # SGLang's parser is asked in a process of its own, for seconds.
@@ -215,12 +216,20 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         # What a run says of itself is no effect of its recipe.
         patch.setattr(begin, "save_recipe", lambda loaded, folder: folder.mkdir(parents=True, exist_ok=True))
         patch.setattr(begin, "draw_curve", lambda source, target: None)
+        patch.setattr(begin, "write_phase", lambda path, step, phase: None)
         patch.setattr(train, "advice", lambda folder: None)
         yield
 
 
+class _Unsynced(sqlite3.Connection):
+    """One that waits for no disk, also where it is told to: a process that dies loses nothing."""
+
+    def execute(self, sql: str, parameters: Any = ()) -> sqlite3.Cursor:
+        return super().execute("pragma synchronous = off" if sql.startswith("pragma synchronous") else sql, parameters)
+
+
 def _unsynced(connect: Callable[..., sqlite3.Connection], *where: Any, **named: Any) -> sqlite3.Connection:
-    file = connect(*where, **named)
+    file = connect(*where, **named, factory=_Unsynced)
     file.execute("pragma synchronous = off")
     return file
 

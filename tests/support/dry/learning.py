@@ -86,7 +86,9 @@ def rounded(values: Any) -> Any:
     if isinstance(values, torch.Tensor):
         values = values.detach().numpy()
     if isinstance(values, np.ndarray) and values.ndim:
-        return tuple(rounded(each) for each in values.tolist())
+        if values.ndim == 1 and values.dtype.kind == "f":
+            return tuple([float(f"{each:.6g}") for each in values.tolist()])
+        return tuple(rounded(each) for each in (values.tolist() if values.ndim == 1 else values))
     if isinstance(values, Sequence) and not isinstance(values, str):
         return tuple(rounded(each) for each in values)
     return float(f"{float(values):.6g}") if isinstance(values, float | np.generic | np.ndarray) else values

@@ -1,0 +1,74 @@
+"""What servers that guess tokens ahead (speculative decoding) ask of the other keys. Only CUDA's can: see `core/platform`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.core.words import last_value
+from megarl.recipe.rule import RL, Contradiction
+from megarl.recipe.schema import Recipe
+
+ALGORITHM, THRESHOLD = "--speculative-algorithm", "--speculative-accept-threshold-"
+DRAFTLESS = "NGRAM"  # guesses from the text so far; all others have a draft, with weights of its own
+WAYS_OUT = f"Remove {ALGORITHM}, or set it to {DRAFTLESS}, which has no draft"
+
+
+def guesses(words: Sequence[str]) -> str | None:
+    """The algorithm by which servers with these flags guess; None where they do not."""
+    found = last_value(words, ALGORITHM)
+    return None if found is None else found.upper()
+
+
+def has_draft(words: Sequence[str]) -> bool:
+    """Whether servers with these flags have a second model, or layers, that guess: nobody trains them, and no sync sends them."""
+    return guesses(words) not in (None, DRAFTLESS)
+
+
+def _has_draft(recipe: Recipe) -> bool:
+    return has_draft(recipe.rollout.server_args)
+
+
+def _thresholds(recipe: Recipe) -> list[str]:
+    return [word for word in recipe.rollout.server_args if word.startswith(THRESHOLD)]
+
+
+SPECULATION_CONTRADICTIONS: tuple[Contradiction, ...] = (
+    Contradiction(
+        "rollout.server_args",
+        lambda r, _: bool(_thresholds(r)),
+        lambda r: (
+            f"with {', '.join(_thresholds(r))} servers keep guesses more often than the policy would draw them, and say the "
+            "log-probs that the policy has: what is trained on would not be its own samples. Remove that: by SGLang's "
+            "default, 1.0, tokens are drawn as without guesses"
+        ),
+        RL,
+    ),
+    Contradiction(
+        "actor.routing_replay",
+        lambda r, _: r.actor.routing_replay and guesses(r.rollout.server_args) is not None,
+        lambda r: (
+            f"with {ALGORITHM} in rollout.server_args SGLang does not say for every token which experts it chose. Remove "
+            "that, or set this to false"
+        ),
+        RL,
+    ),
+    Contradiction(
+        "sync.transport",
+        lambda r, _: r.sync.transport == "disk" and _has_draft(r),
+        lambda r: (
+            f"with {ALGORITHM} {guesses(r.rollout.server_args)} in rollout.server_args a server would load the policy's files "
+            "into its draft as well: of an update from files SGLang lets nobody say whom it is for. "
+            f"{WAYS_OUT}; or set this to auto, broadcast or shared_memory"
+        ),
+        RL,
+    ),
+    Contradiction(
+        "rollout.quantization",
+        lambda r, _: r.rollout.quantization is not None and _has_draft(r),
+        lambda r: (
+            f"with {ALGORITHM} {guesses(r.rollout.server_args)} in rollout.server_args a server in FP8 has a draft in FP8, "
+            f"and begins with random weights, which are all that a draft would ever have. {WAYS_OUT}; or set this to null"
+        ),
+        RL,
+    ),
+)

@@ -1,0 +1,27 @@
+"""Whether servers that are to guess tokens ahead by the model's own layers would find these in its folder."""
+
+from __future__ import annotations
+
+from megarl.core.errors import UserError
+from megarl.models.config import ModelConfig
+from megarl.models.hf_files import read_index
+from megarl.models.predicting import predicting
+from megarl.recipe.schema import Recipe
+from megarl.recipe.speculation_rules import ALGORITHM, guesses
+
+OF_OWN_LAYERS = ("NEXTN", "EAGLE")
+DRAFT_FLAGS = ("--speculative-draft-model-path", "--speculative-draft-model")
+
+
+def check_draft(recipe: Recipe, model: ModelConfig) -> None:
+    """Raises UserError where they would not: SGLang would make layers of what is in memory, and none of their guesses hold."""
+    words, folder = recipe.rollout.server_args, recipe.model.path
+    elsewhere = any(word.partition("=")[0] in DRAFT_FLAGS for word in words)
+    if guesses(words) not in OF_OWN_LAYERS or elsewhere:
+        return
+    if not predicting(read_index(folder), model):
+        raise UserError(
+            f"`rollout.server_args`: with {ALGORITHM} {guesses(words)} servers guess by the model's own layers, and {folder} "
+            f"has none that predict further tokens. Name one that has them, a draft's ({DRAFT_FLAGS[0]}), or NGRAM, "
+            "which guesses from the text so far."
+        )
