@@ -106,7 +106,7 @@ def _refuse_keys_as_options(words: Sequence[str]) -> None:
     for word, behind in zip(words, (*words[1:], ""), strict=False):
         key, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--") and "." in key:
-            given = value if equals else behind or "VALUE"
+            given = value if equals else "VALUE" if behind.startswith("-") else behind or "VALUE"
             raise UserError(f"--{key} is no option. Keys of the recipe are set without dashes: {key}={given}.")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ from megarl.core.errors import UserError
 from megarl.core.words import did_you_mean
 
 OURS = Path(__file__).parent.parent
+# Python's own modules, and what is installed beside them.
+INSTALLERS = {"site-packages", "dist-packages"}
+INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def import_attribute(path: str, key: str, folder: Path | None = None) -> Any:
@@ -89,12 +93,19 @@ def raised_at(error: BaseException) -> str:
         return ""  # its text has the line
     passed = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
     passed = [each for each in passed if each[0].is_absolute() and not each[0].is_relative_to(OURS)]
-    here = Path.cwd()
-    own = [each for each in passed if each[0].is_relative_to(here) and "site-packages" not in each[0].parts]
+    own = [
+        each
+        for each in passed
+        if not any(each[0].is_relative_to(path) for path in INSTALLED) and not INSTALLERS & {*each[0].parts}
+    ]
     if not passed:
         return ""
     file, line = (own or passed)[-1]
-    return f" ({file.relative_to(here) if own else file}, line {line})"
+    try:
+        here = Path.cwd()
+    except OSError:  # the function has removed the folder that it had gone into
+        return f" ({file}, line {line})"
+    return f" ({file.relative_to(here) if own and file.is_relative_to(here) else file}, line {line})"
 
 
 def _as_imported(path: str) -> str:

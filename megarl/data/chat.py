@@ -328,15 +328,16 @@ def opens_turn(text: str, mark: str) -> bool:
     return bool(mark) and mark in text and not _THOUGHTS.sub("", text.rpartition(mark)[2]).strip()
 
 
-def check_unrendered(text: str, mark: str, row: Row) -> None:
+def check_unrendered(text: str, mark: str, row: Row, *, framed: bool = False) -> None:
     """Raises UserError for a prompt that is no words of a user's: one that is rendered already, or messages as text.
 
-    mark: `turn_mark`.
+    mark: `turn_mark`. framed: a template says of the text what it is, which may be a dialogue to speak of.
     """
-    if _MESSAGES_AS_TEXT.fullmatch(text):
+    if not framed and _MESSAGES_AS_TEXT.fullmatch(text) and all(key in text for key in ("role", "content")):
         raise UserError(
             f"{row.where}: the prompt is text that holds a list of chat messages, {text.strip()[:30]!r}... The model would be "
-            "given their brackets and quotes as words of the user. Write the list itself, and not as a string."
+            "given their brackets and quotes as words of the user. Write the list itself, and not as a string; or, where a user "
+            "says just that, [{'role': 'user', 'content': THE TEXT}]."
         )
     if opens_turn(text, mark):
         raise UserError(

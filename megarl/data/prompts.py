@@ -341,7 +341,7 @@ def _tokenised(
                 )
             said = parsed.row.get(data.prompt_key, "")
             if isinstance(said, str):
-                check_unrendered(said, mark, parsed.row)
+                check_unrendered(said, mark, parsed.row, framed=data.prompt_template is not None)
         texts = [_text(parsed, tokenizer, templated, hearing) for parsed in batch]
         ids = encode(tokenizer, texts, special_tokens=not templated)
         if sight is not None:

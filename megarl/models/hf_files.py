@@ -122,7 +122,8 @@ def of_model(index: dict[str, TensorInfo], folder: Path, config: ModelConfig) ->
     check_tower(_config_of(folder).part("vision_config"), {name: info.shape for name, info in tower.items()}, folder)
     if config.vision.tower:
         names |= {TOWER + part: name for part, name in tower_names(tower).items()}
-    return {text: index[name] for text, name in names.items()}
+    ours = {text: index[name] for text, name in names.items()}
+    return ours | {name: index[name] for name in predicting(index, config)}
 
 
 def names_of_text(index: Iterable[str], folder: Path) -> dict[str, str]:

@@ -46,17 +46,19 @@ def save_hf(
     source_folder: Path,
     target_folder: Path,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    along: Mapping[str, TensorInfo] | None = None,
 ) -> None:
     """Write an HF folder that transformers loads: safetensors (with an index where there are several), config, tokenizer.
 
     Tensors keep the dtype that they come in, and the config names the one that most are in. The rest of the config, but
     for its quantisation, generation settings and tokenizer are the source folder's, and so is what pads, unless the model
     scores (score_padding.py). What is not trained is carried along from there (carried.py); of a model that sees images it is the
-    whole multimodal folder, by the source's names. Appears whole, by renaming; an earlier folder of that name is replaced.
+    whole multimodal folder, by the source's names. along: what was found to carry; None looks for it. Appears whole, by renaming;
+    an earlier folder of that name is replaced.
     Raises UserError, and leaves nothing half-written, when the disk is too small.
     """
     temporary, previous = (target_folder.with_name(f".{kind}-{target_folder.name}") for kind in ("tmp", "previous"))
-    along = carried(source_folder, config)
+    along = carried(source_folder, config) if along is None else along
     for folder in (temporary, previous):
         if folder.exists():
             shutil.rmtree(folder)

@@ -98,8 +98,11 @@ def _opened(picture: Picture) -> PIL.Image.Image:
 
 
 def _loaded(module: str) -> Any:
-    """A module of transformers, without scipy: its losses for detection name a function of it, a second of each rank's start."""
-    with without_collection(), standing_in(("scipy",)):
+    """A module of transformers, without scipy: its losses for detection name a function of it, a second of each rank's start.
+
+    Nor scikit-learn, where it is installed: assisted generation names a function of it, and it asks scipy for its version.
+    """
+    with without_collection(), standing_in(("scipy", "sklearn")):
         return importlib.import_module(module)
 
 

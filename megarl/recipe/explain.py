@@ -30,6 +30,7 @@ _TYPES = {
     "null": "null",
     "path": "a path",
 }
+_WHOLE = re.compile(r"\d+")
 _NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)(\.\d*)?([eE][-+]?\d+)?")
 # What values are called elsewhere, where no spelling is near ours, or another is nearer.
 _SYNONYMS = {
@@ -223,9 +224,10 @@ def _unquoted(given: Any, wanted: str) -> str:
     """How a number that came as text, or a whole one that came as 1e3, is written; empty where it is neither."""
     if not wanted.startswith(("int_", "float_")):
         return ""
-    if isinstance(given, str) and _NUMBER.fullmatch(given):
+    fits = _WHOLE if wanted.startswith("int_") else _NUMBER
+    if isinstance(given, str) and fits.fullmatch(given):
         return f" Without quotes it is a number: {given}."
-    if isinstance(given, float) and given.is_integer() and abs(given) < sys.maxsize:
+    if isinstance(given, float) and given.is_integer() and 0 <= given < sys.maxsize:
         return f" Write {int(given)}."
     return ""
 

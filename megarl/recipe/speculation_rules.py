@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.core.words import last_value
+from megarl.core.words import did_you_mean, last_value
 from megarl.recipe.rule import RL, Contradiction
 from megarl.recipe.schema import Recipe
 
 ALGORITHM, THRESHOLD = "--speculative-algorithm", "--speculative-accept-threshold-"
+ADAPTIVE = "--speculative-adaptive"
+OF_OWN_LAYERS = ("NEXTN", "EAGLE")  # where no draft is named
+OF_A_FOLDER = ("EAGLE3", "STANDALONE", "DFLASH", "DSPARK")  # whose draft has to be named
 DRAFTLESS = "NGRAM"  # guesses from the text so far; all others have a draft, with weights of its own
 WAYS_OUT = f"Remove {ALGORITHM}, or set it to {DRAFTLESS}, which has no draft"
 
@@ -28,11 +31,39 @@ def _has_draft(recipe: Recipe) -> bool:
     return has_draft(recipe.rollout.server_args)
 
 
+def _is_unknown(recipe: Recipe) -> bool:
+    return guesses(recipe.rollout.server_args) not in (None, DRAFTLESS, *OF_OWN_LAYERS, *OF_A_FOLDER)
+
+
+def _refused(given: str | None) -> str:
+    known = (DRAFTLESS, *OF_OWN_LAYERS, *OF_A_FOLDER)
+    why = "gives no log-probs" if given == "UNO" else "is none that megarl knows"
+    return f"{ALGORITHM} {given} {why}. Allowed are {', '.join(known)}.{did_you_mean(given, known)}"
+
+
 def _thresholds(recipe: Recipe) -> list[str]:
     return [word for word in recipe.rollout.server_args if word.startswith(THRESHOLD)]
 
 
 SPECULATION_CONTRADICTIONS: tuple[Contradiction, ...] = (
+    Contradiction(
+        "rollout.server_args", lambda r, _: _is_unknown(r), lambda r: _refused(guesses(r.rollout.server_args)), RL
+    ),
+    Contradiction(
+        "rollout.server_args",
+        lambda r, _: any(word.startswith(ADAPTIVE) for word in r.rollout.server_args),
+        lambda r: (
+            f"with {ADAPTIVE} a pass gives at one time more tokens than at another, and those of the last pass of an answer "
+            "that is cut off, which the server did not look at, could not be told. Remove it"
+        ),
+        RL,
+    ),
+    Contradiction(
+        "sync.lora",
+        lambda r, _: r.sync.lora == "adapters" and guesses(r.rollout.server_args) == "STANDALONE",
+        lambda r: f"SGLang computes no adapters beside {ALGORITHM} STANDALONE. {WAYS_OUT}; or set this to merged",
+        RL,
+    ),
     Contradiction(
         "rollout.server_args",
         lambda r, _: bool(_thresholds(r)),

@@ -44,8 +44,9 @@ async def extend(
     time: as much is lost with a server that dies. deadline_s: for all of it. gives_up: of each request, as of
     `ServerClient.generate`. images: of the prompt.
 
-    The last token of a piece that was cut off is left out and drawn anew: the server did not look whether it ends the
-    response. When a response is cut off does not depend on the token, so that what is sampled stays the policy's.
+    The last token of a piece that was cut off is left out and drawn anew, and where servers guess ahead as many as its last
+    pass may have given: the server did not look whether one of them ends the response. When a response is cut off does not
+    depend on its tokens, so that what is sampled stays the policy's.
 
     Raises DeadlineError, ServerUnreachableError, ServerError, AnswerError.
     """
@@ -63,8 +64,8 @@ async def extend(
         left = max(0.0, end - clock())
         received = len(piece.token_ids)
         if piece.finish == "abort":
-            if received > 1:
-                pieces.append(piece.first(received - 1))
+            if received > piece.most_a_pass:
+                pieces.append(piece.first(received - piece.most_a_pass))
             return False
         pieces.append(piece)
         if received < asked:  # an end, or the model's context is full

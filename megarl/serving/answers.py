@@ -53,10 +53,12 @@ class Generation:
     distribution. text: without special tokens. versions: which weights generated which of the tokens.
     routing: [P + R - 1, layers x k], the experts chosen for each token but the last, where they were asked for.
     matched: the token or the string that ended it, which the text leaves out; None where neither did.
-    passes: of the policy that gave these tokens, where the server guesses ahead (speculative decoding); else None.
+    passes: of the policy that gave these tokens, the prompt's among them, where the server guesses ahead (speculative decoding);
+    else None.
+    most_a_pass: tokens that one pass gives at most.
 
-    One that ends with `abort` has what there was: every token with its log-prob and its version. Its last token was not
-    looked at any more: it may be an end token.
+    One that ends with `abort` has what there was: every token with its log-prob and its version. Those of its last pass were
+    not looked at any more: one of them may be an end token, and they may be more than were asked for.
     """
 
     token_ids: TokenArray
@@ -69,6 +71,7 @@ class Generation:
     routing: RoutingArray | None = None
     matched: int | str | None = None
     passes: int | None = None
+    most_a_pass: int = 1
 
     def first(self, count: int) -> Generation:
         """The first so many tokens, with what belongs to them; the text stays that of the whole."""
@@ -133,8 +136,15 @@ def read_generation(body: bytes, where: str, num_prompt: int, routed: bool = Fal
         cached_tokens=field(counts, "cached_tokens", int, where, "meta_info."),
         routing=routing,
         matched=matched if isinstance(matched, (int, str)) else None,
-        passes=passes if isinstance(passes := meta.get("spec_verify_ct"), int) else None,
+        passes=1 + passes if isinstance(passes := meta.get("spec_verify_ct"), int) else None,
+        most_a_pass=_most_a_pass(meta),
     )
+
+
+def _most_a_pass(meta: dict[str, Any]) -> int:
+    """The guesses that were checked at once, and the token behind them."""
+    passes, guesses = meta.get("spec_verify_ct"), meta.get("spec_num_proposed_drafts")
+    return 1 + -(-guesses // passes) if isinstance(passes, int) and passes and isinstance(guesses, int) else 1
 
 
 def cut(where: str, read: int, sent: int, num_images: int = 0) -> AnswerError:

@@ -258,6 +258,7 @@ def load(*, deterministic: bool = False, lora: bool = False, images: bool = Fals
         models_as_remembered(),
         as_if_missing("megatron"),
         as_if_missing("scipy"),
+        as_if_missing("sklearn"),
         standing_in(ONLY_NAMED),
     ):
         sys.modules[RESPONSES] = None  # type: ignore[assignment]  # how Python writes down that there is none

@@ -25,10 +25,10 @@ from megarl.core.errors import MegarlError, UserError
 from megarl.core.layout import Layout
 from megarl.core.versions import installed
 from megarl.models.all_gather import all_gather_objects
-from megarl.models.carried import carried
 from megarl.models.config import ModelConfig
 from megarl.models.hf_beside import copy_beside
 from megarl.models.hf_dtypes import ModelDtype, StoredDtype
+from megarl.models.hf_files import TensorInfo
 from megarl.models.hf_save import CONFIG, write_carried, write_config
 from megarl.models.hf_weights import BUFFERS
 from megarl.recipe.roles import Lora, Optimizer
@@ -36,6 +36,7 @@ from megarl.recipe.section import Section
 from megarl.training.checkpoint_files import RankStrategy, check_metadata
 from megarl.training.manifest import CARRIED, HF_FOLDER, MANIFEST, Manifest, read_manifest
 from megarl.training.optimizer_state import OptimizerState
+from megarl.training.spec import RoleSpec
 
 # How torch says that the system takes no more of a file; of small common data, before anybody's own file is begun.
 UNWRITTEN = ("iostream error", "PytorchStreamWriter failed writing")
@@ -49,7 +50,7 @@ class Saved:
 
     source: HF folder that the model came from; its config and tokenizer are copied. config: of the model. layout: of the
     role. dtype: of the weights. optimizer, total_steps: of the training; None where the role is frozen. lora: settings of
-    its adapters. stored: HF tensors that came in another dtype.
+    its adapters. stored: HF tensors that came in another dtype. along: tensors that are carried along (models/carried.py).
     """
 
     source: Path
@@ -60,6 +61,14 @@ class Saved:
     total_steps: int = 1
     lora: Lora | None = None
     stored: Mapping[str, StoredDtype] = field(default_factory=dict)
+    along: Mapping[str, TensorInfo] = field(default_factory=dict)
+
+
+def saved_by(spec: RoleSpec, config: ModelConfig, layout: Layout, along: Mapping[str, TensorInfo]) -> Saved:
+    """Of a role that was built so. along: as its folder had them then, which need not stay for a model without any."""
+    return Saved(
+        spec.folder, config, layout, spec.dtype, spec.optimizer, spec.total_steps, spec.lora, spec.stored, along
+    )
 
 
 class PendingSave:
@@ -129,8 +138,8 @@ class PendingSave:
         config = self._meta.config
         write_config(self._meta.source / CONFIG, target / CONFIG, self._meta.dtype, config)
         copy_beside(self._meta.source, target, sees=config.vision is not None)
-        if along := carried(self._meta.source, config):
-            write_carried(target / CARRIED, along)
+        if self._meta.along:
+            write_carried(target / CARRIED, self._meta.along)
         others = [path for path in sorted(self._folder.rglob("*")) if path.is_file() and path.name != MANIFEST]
         names = [str(path.relative_to(self._folder)) for path in others]
         sums = {**sums, **sum_files(self._folder, [name for name in names if name not in sums])}

@@ -21,6 +21,7 @@ from megarl.core.errors import MegarlError
 from megarl.core.platform import Platform
 from megarl.core.progress import Progress
 from megarl.core.types import Column, FloatArray, MiniBatch, Shard
+from megarl.models.carried import carried
 from megarl.models.config import ModelConfig
 from megarl.models.hf_gather import Gatherer, export_buckets
 from megarl.models.hf_pieces import Pieces
@@ -31,7 +32,7 @@ from megarl.models.peft import save_peft
 from megarl.models.seen import Seen
 from megarl.training.batch import Bounds, DeviceBatch, cut_sequences, joined_top, to_device
 from megarl.training.build import build_role
-from megarl.training.checkpoint import PendingSave, Saved, load_checkpoint, save_checkpoint
+from megarl.training.checkpoint import PendingSave, load_checkpoint, save_checkpoint, saved_by
 from megarl.training.exports import exported, main_grad
 from megarl.training.logprob import TokenScores, vocab_parallel_logprobs, vocab_parallel_top
 from megarl.training.losses import Loss
@@ -75,6 +76,7 @@ class Engine:
         self._chunks, self._wrapped, self._stepper = built.chunks, built.wrapped, built.stepper
         self._auxiliary, self._replays, self._shares = built.auxiliary, built.replays, built.shares
         self._images = built.images
+        self.along = carried(spec.folder, config) if groups.rank == 0 else {}  # with its exports
         self._offload = Offload([*self._wrapped, *built.towers], self._stepper and self._stepper.optimizer, platform)
         self.sleep(spec.offload)
 
@@ -377,8 +379,7 @@ class Engine:
 
         async_save: the files are written while training goes on; they are a checkpoint after `PendingSave.finish`.
         """
-        own, layout = self._spec, self._groups.layout
-        meta = Saved(own.folder, self._config, layout, own.dtype, own.optimizer, own.total_steps, own.lora, own.stored)
+        meta = saved_by(self._spec, self._config, self._groups.layout, self.along)
         with self._awake("params", "optimizer"):
             return save_checkpoint(folder, self._chunks, *self._trained(), meta, async_save=async_save)
 

@@ -226,7 +226,7 @@ class Rank:
 
         buckets = self.buckets(role, EXPORT_BUCKET_BYTES)
         if self.rank == 0:
-            save_hf(buckets, self.engine(role).config, source, target)
+            save_hf(buckets, self.engine(role).config, source, target, along=self.engine(role).along)
         else:
             for _ in buckets:
                 continue  # takes part in the gathering

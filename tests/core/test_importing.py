@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import UserError
-from megarl.core.importing import import_attribute
+from megarl.core.importing import import_attribute, raised_at
 
 
 @pytest.fixture
@@ -44,5 +44,20 @@ def test_an_error_while_a_module_loads_is_told_with_the_users_line(folder: Path)
     assert "MEGARL_TEST_NO_SUCH_KEY" not in os.environ
     assert "KeyError: 'MEGARL_TEST_NO_SUCH_KEY' (" in said("asks_for_more:score")
     assert "line 3" in said("asks_for_more:score")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.chdir(Path(__file__).parent)
+        assert f" ({folder / 'loads_badly.py'}, line 3). Mend" in said("loads_badly:score")
     (folder / "half_written.py").write_text("def score(\n")
     assert said("half_written:score").count("line 1") == 1
+
+
+def test_where_an_error_came_from_is_told_without_a_working_directory(tmp_path: Path) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(gone)
+        gone.rmdir()
+        try:
+            raise ValueError
+        except ValueError as error:
+            assert raised_at(error).startswith(f" ({Path(__file__)}, line ")

@@ -144,9 +144,11 @@ def test_messages_that_a_table_has_made_text_are_refused(
             UserError, match=r"line 2: the prompt is text that holds a list of chat messages, .*list itself"
         ):
             load_prompts(path, tokenizer, data(path))
-    says = ['[{"name": "x"}] has which role?', '["role"]', f"What is in {messages}?"]
+    says = ['[{"name": "x"}] has which role?', '["role"]', f"What is in {messages}?", '[{"role": "x"}] is [{"a": 1}]']
     path = write(tmp_path, *({"prompt": each, "answer": "2"} for each in says))
-    assert len(load_prompts(path, chat_tokenizer, data(path))) == 3
+    assert len(load_prompts(path, chat_tokenizer, data(path))) == 4
+    path = write(tmp_path, {"prompt": messages, "answer": "2"})  # what a template speaks of
+    assert len(load_prompts(path, chat_tokenizer, data(path, prompt_template="Is this rude? {prompt}"))) == 1
 
 
 CALLING = (

@@ -562,6 +562,26 @@ def test_a_default_that_nothing_reads_is_no_mistake_and_is_not_shown(recipe_file
                     "with --speculative-accept-threshold-acc=0.5 servers keep",
                 ),
                 (
+                    "--speculative-algorithm, NGRAMS",
+                    [],
+                    "NGRAMS is none that megarl knows. Allowed are NGRAM, NEXTN, EAGLE, EAGLE3, STANDALONE, DFLASH, DSPARK.",
+                ),
+                (
+                    "--speculative-algorithm=UNO",
+                    [],
+                    "--speculative-algorithm UNO gives no log-probs. Allowed are NGRAM",
+                ),
+                (
+                    "--speculative-algorithm=EAGLE, --speculative-adaptive",
+                    [],
+                    "with --speculative-adaptive a pass gives",
+                ),
+                (
+                    "--speculative-algorithm=STANDALONE, --speculative-draft-model-path=/draft",
+                    ["actor.lora.rank=8", "sync.lora=adapters"],
+                    "SGLang computes no adapters beside --speculative-algorithm STANDALONE.",
+                ),
+                (
                     "--speculative-algorithm, ngram",
                     ["actor.routing_replay=true"],
                     "SGLang does not say for every token",

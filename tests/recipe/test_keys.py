@@ -157,7 +157,8 @@ def test_every_key_has_a_value_to_try(command: str) -> None:
 # The same section, in the same hands, is gone through in all its configurations for `sft`, and for the actor of `train`.
 OF_SFT = ("actor.", "cluster.", "deadlines.", "model.", "report.", "run.", "train.")
 SEEN_ELSEWHERE = [
-    *((command, name) for command in ("rm", "dpo", "kto") for name in OF_SFT),
+    # But for dpo's `train.`: what is best has other names where pairs are scored.
+    *((command, name) for command in ("rm", "dpo", "kto") for name in OF_SFT if (command, name) != ("dpo", "train.")),
     *((command, "reference.parallel.") for command in ("dpo", "kto")),
     *(("train", f"{role}.parallel.") for role in ("reference", "critic", "reward_model", "teacher")),
     ("train", "critic.optimizer."),

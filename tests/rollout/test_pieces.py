@@ -158,3 +158,41 @@ def test_a_character_of_two_tokens_is_whole_in_the_text_although_a_cut_was_betwe
         )
     )
     assert result.response_text == "é"
+
+
+class Guessing:
+    """A server that gives several tokens a pass, and is cut off behind one that it has not looked at."""
+
+    def __init__(self, tokens: list[int], most_a_pass: int) -> None:
+        self._tokens, self._most = tokens, most_a_pass
+        self.asked: list[list[int]] = []
+
+    async def generate(self, token_ids: IntArray, sampling: Sampling, deadline_s: float, **_: object) -> Generation:
+        self.asked.append(token_ids[3:].tolist())
+        first = len(self.asked) == 1
+        given = self._tokens if first else [21, END]
+        return Generation(
+            token_ids=np.array(given, np.int64),
+            logprobs=np.zeros(len(given), np.float32),
+            text="",
+            finish="abort" if first else "stop",
+            versions=(VersionSpan(1, 0, len(given)),),
+            prompt_tokens=len(token_ids),
+            cached_tokens=0,
+            passes=2,
+            most_a_pass=self._most,
+        )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "kept"),
+    [([11, 12, END, 13], 1, [11, 12, END]), ([11, 12, END, 13], 3, [11]), ([11, END, 13], 3, []), ([11], 4, [])],
+)
+def test_none_of_a_pass_that_was_not_looked_at_is_kept(tokens: list[int], most: int, kept: list[int]) -> None:
+    server, pieces = Guessing(tokens, most), list[Generation]()
+    ask = extend(server, PROMPT.token_ids, Sampling(LONGEST), pieces, deadline_s=5.0)  # type: ignore[arg-type]
+    assert not asyncio.run(ask)
+    ask = extend(server, PROMPT.token_ids, Sampling(LONGEST), pieces, deadline_s=5.0)  # type: ignore[arg-type]
+    assert asyncio.run(ask)
+    assert server.asked == [[], kept]
+    assert join(pieces).token_ids.tolist() == [*kept, 21, END]

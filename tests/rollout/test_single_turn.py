@@ -72,7 +72,9 @@ def test_what_no_server_answers_is_a_failed_sample_that_says_why(kind: str, reas
     assert len(sample.response_ids) == len(sample.loss_mask) == len(sample.rollout_logprobs) == 0
 
 
-@pytest.mark.parametrize(("told", "numbers"), [(2, {PER_PASS: 1.5}), (None, {}), (0, {}), ("2", {})])
+@pytest.mark.parametrize(
+    ("told", "numbers"), [(2, {PER_PASS: 1.0}), (1, {PER_PASS: 1.5}), (None, {}), (0, {PER_PASS: 3.0}), ("2", {})]
+)
 def test_where_a_server_guesses_ahead_it_is_counted_how_far(told: object, numbers: dict[str, float]) -> None:
     answer = generation([5, 6, 2])
     answer["meta_info"] |= {} if told is None else {"spec_verify_ct": told}

@@ -52,6 +52,14 @@ def test_others_need_none(place: Place, flags: str) -> None:
     check(place, flags, place.model)
 
 
+@pytest.mark.parametrize("name", ["EAGLE3", "standalone"])
+def test_a_draft_that_is_not_named_is_asked_for(place: Place, name: str) -> None:
+    with pytest.raises(
+        UserError, match=f"{name.upper()} guesses by a draft, and none is named. Add --speculative-draft"
+    ):
+        check(place, f"--speculative-algorithm={name}", place.model)
+
+
 def test_who_checks_servers_asks(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr("megarl.run.servers_check.check_draft", lambda *given: asked.append(given))

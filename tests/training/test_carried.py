@@ -54,8 +54,29 @@ def test_a_critic_leaves_them_behind(rank: Rank, folder: Path, tmp_path: Path) -
 
 
 def test_a_source_that_is_gone_is_told_as_a_checkpoint_is_written(rank: Rank, folder: Path, tmp_path: Path) -> None:
+    add_further(folder, "qwen3")
     rank.build("actor", actor_spec(folder))
     (folder / "model.safetensors").write_bytes(b"cut")
+    (tmp_path / "mcore").mkdir()
+    with pytest.raises(UserError, match=r"could not be written to .*model\.safetensors"):
+        rank.save("actor", tmp_path / "mcore")
+
+
+def test_a_model_with_nothing_to_carry_needs_its_sources_weights_once(rank: Rank, folder: Path, tmp_path: Path) -> None:
+    """They may lie in a cache that is cleared meanwhile."""
+    rank.build("actor", actor_spec(folder))
+    (folder / "model.safetensors").unlink()
+    (tmp_path / "mcore").mkdir()
+    rank.save("actor", tmp_path / "mcore")
+    assert not (tmp_path / "mcore" / HF_FOLDER / CARRIED).exists()
+    rank.export_hf("actor", folder, tmp_path / "hf")
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+
+
+def test_layers_whose_file_is_gone_are_not_left_out_in_silence(rank: Rank, folder: Path, tmp_path: Path) -> None:
+    add_further(folder, "qwen3")
+    rank.build("actor", actor_spec(folder))
+    (folder / "model.safetensors").unlink()
     (tmp_path / "mcore").mkdir()
     with pytest.raises(UserError, match=r"could not be written to .*model\.safetensors"):
         rank.save("actor", tmp_path / "mcore")

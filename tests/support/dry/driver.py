@@ -216,7 +216,6 @@ def stage(book: Book, folder: Path) -> Iterator[None]:
         # What a run says of itself is no effect of its recipe.
         patch.setattr(begin, "save_recipe", lambda loaded, folder: folder.mkdir(parents=True, exist_ok=True))
         patch.setattr(begin, "draw_curve", lambda source, target: None)
-        patch.setattr(begin, "write_phase", lambda path, step, phase: None)
         patch.setattr(train, "advice", lambda folder: None)
         yield
 
