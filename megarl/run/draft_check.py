@@ -1,4 +1,4 @@
-"""Whether servers that are to guess tokens ahead by the model's own layers would find these in its folder."""
+"""Whether servers that are to guess tokens ahead have what they guess by: the model's own layers, or a draft."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DRAFT_FLAGS = ("--speculative-draft-model-path", "--speculative-draft-model")
 
 
 def check_draft(recipe: Recipe, model: ModelConfig) -> None:
-    """Raises UserError where they would not: SGLang would make layers of what is in memory, and none of their guesses hold."""
+    """Raises UserError where they have not: SGLang would make layers of what is in memory, and none of their guesses hold."""
     words, folder = recipe.rollout.server_args, recipe.model.path
     if any(word.partition("=")[0] in DRAFT_FLAGS for word in words):
         return

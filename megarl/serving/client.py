@@ -37,8 +37,7 @@ CALL_S = 60.0
 LONGEST_BACKOFF_S = 4.0
 ATTEMPTS = 8  # over 20 seconds: a router that died is back by then
 STRAGGLERS_S = 2.0, 4.0  # what was ended is gone within moments; what is not came later, and is ended as well
-# The router's answer where it sees no living server at the moment.
-UNAVAILABLE = 503
+UNAVAILABLE = 503  # the router's answer where it sees no living server at the moment
 # An answer of 8,192 tokens has about 350 kB: one that fits is not read in many starts and stops.
 READ_BYTES = 2**20
 JSON = {"Content-Type": "application/json"}

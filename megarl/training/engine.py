@@ -69,14 +69,13 @@ class Engine:
     ) -> None:
         """Build this rank's part of the model and load its weights from the HF folder. seed: of new weights (LoRA)."""
         self._config, self._spec, self._groups, self._device = config, spec, groups, platform.device
-        self._chunk_elements = platform.chunk_elements
-        self._progress = progress or Progress(None)
+        self._chunk_elements, self._progress = platform.chunk_elements, progress or Progress(None)
         with groups.active():
             built = build_role(config, spec, groups, platform, seed)
         self._chunks, self._wrapped, self._stepper = built.chunks, built.wrapped, built.stepper
         self._auxiliary, self._replays, self._shares = built.auxiliary, built.replays, built.shares
         self._images = built.images
-        self.along = carried(spec.folder, config) if groups.rank == 0 else {}  # with its exports
+        self.along = carried(spec.folder, config) if groups.rank == 0 else {}  # rank 0 writes files
         self._offload = Offload([*self._wrapped, *built.towers], self._stepper and self._stepper.optimizer, platform)
         self.sleep(spec.offload)
 

@@ -1,12 +1,16 @@
 import json
+from pathlib import Path
 
 import pytest
 
+from megarl.convert import convert
 from megarl.core.checksums import sum_files
 from megarl.core.layout import Layout
 from megarl.training.manifest import HF_FOLDER, Manifest, TensorEntry
 from megarl.training.rank import Rank
 from megarl.training.run_checkpoints import Checkpoints
+from tests.convert.forked import Conversions
+from tests.support.forked_ranks import Ranks
 from tests.support.tiny import write_tiny_model
 
 VOCAB = 97  # padded under tensor parallel
@@ -16,6 +20,16 @@ VOCAB = 97  # padded under tensor parallel
 def hf(tmp_path_factory):
     """A random dense model."""
     return write_tiny_model(tmp_path_factory.mktemp("hf") / "qwen3", vocab_size=VOCAB, num_hidden_layers=2)
+
+
+@pytest.fixture
+def forked(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conversions:
+    """Ranks of a conversion are copies of a process that has loaded transformers' configs as well."""
+    folder = tmp_path / "forked"
+    folder.mkdir()
+    conversions = Conversions(ranks, folder, "tests.convert.seeing_forked")
+    monkeypatch.setattr(convert, "run_ranks", conversions.run_ranks)
+    return conversions
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from megarl.convert import convert
 from megarl.convert.digest import differences, digests
 from megarl.convert.hf_tensors import carried_tensors
 from megarl.convert.inspection import inspect, render
@@ -25,7 +24,6 @@ from megarl.models.hf_dtypes import Dtypes
 from megarl.training.manifest import CARRIED, HF_FOLDER, read_manifest
 from tests.convert.conftest import flip
 from tests.convert.forked import Conversions
-from tests.support.forked_ranks import Ranks
 from tests.support.fp8 import dequantised, write_fp8
 from tests.support.further import add_further, further_layer, same_bytes, stored
 from tests.support.multimodal import write_multimodal
@@ -33,15 +31,6 @@ from tests.support.tiny import write_tiny_model
 from tests.support.vision import QWEN3_5_MOE, write_tiny_vision_model
 
 BLOCK = (24, 40)
-
-
-@pytest.fixture
-def forked(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conversions:
-    folder = tmp_path / "forked"
-    folder.mkdir()
-    conversions = Conversions(ranks, folder, "tests.convert.seeing_forked")
-    monkeypatch.setattr(convert, "run_ranks", conversions.run_ranks)
-    return conversions
 
 
 def quiet() -> Console:

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.convert import convert
 from megarl.convert.hf_tensors import hf_tensors
 from megarl.convert.inspection import inspect
 from megarl.models.hf_config import load_model_config
@@ -26,21 +25,10 @@ from megarl.training.manifest import CARRIED, HF_FOLDER, read_manifest
 from megarl.training.rank import Rank
 from megarl.training.spec import ValueObjective
 from tests.convert.forked import Conversions
-from tests.support.forked_ranks import Ranks
 from tests.support.multimodal import exchange_experts, in_newer_names
 from tests.support.vision import QWEN2_5, QWEN3, QWEN3_5_MOE, QWEN3_MOE, Architecture, write_tiny_vision_model
 from tests.training.harness import OPTIMIZER, assert_same, weights
 from tests.training.seeing import paired_shards, pictured_shards, seeing_spec, some_pictured
-
-
-@pytest.fixture
-def forked(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Conversions:
-    folder = tmp_path / "forked"
-    folder.mkdir()
-    conversions = Conversions(ranks, folder, "tests.convert.seeing_forked")
-    monkeypatch.setattr(convert, "run_ranks", conversions.run_ranks)
-    return conversions
-
 
 Head = Literal["vocabulary", "score"]
 
