@@ -23,8 +23,9 @@ from megarl.models.predicting import predicting
 from megarl.models.rules import expected_tensors
 from megarl.models.weight_files import INDEX
 from tests.support.fp8 import dequantised, write_fp8
-from tests.support.further import add_further, same_bytes, stored
+from tests.support.further import add_further, further_layer, same_bytes, stored
 from tests.support.tiny import write_tiny_model
+from tests.support.vision import QWEN3_5_MOE, write_tiny_vision_model
 
 BLOCK = (24, 40)  # which divides no matrix
 LAYER = "model.layers.2."
@@ -109,6 +110,16 @@ def test_ones_that_no_export_could_have_are_refused_before_training(change: str,
         check_weights(expected_tensors(config), folder, config)
     with pytest.raises(UserError, match=says):
         carried(folder, config)
+
+
+def test_so_are_those_of_a_model_that_sees(tmp_path: Path) -> None:
+    folder = write_tiny_vision_model(tmp_path / "sees", QWEN3_5_MOE)
+    path, config = folder / "model.safetensors", load_model_config(folder)
+    tensors = load_file(path)
+    more = further_layer(tensors, config.family, config.num_layers, model="model.language_model.")
+    save_file(tensors | more | {"mtp.fc.weight": more["mtp.fc.weight"].to(torch.int32)}, path, {"format": "pt"})
+    with pytest.raises(UserError, match=r"of another type: mtp\.fc\.weight is I32"):
+        check_weights(expected_tensors(config), folder, config)
 
 
 def in_own_file(folder: Path) -> Path:
